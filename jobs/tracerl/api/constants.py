@@ -1,0 +1,339 @@
+"""The one list of names that several parts share: conditions, reasons, labels, annotations and metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal, Self
+
+from tracerl.api.job import GROUP
+
+
+class _Documented(StrEnum):
+    """A string enum whose members carry the sentence that the reference page shows."""
+
+    doc: str
+
+    def __new__(cls, value: str, doc: str) -> Self:
+        member = str.__new__(cls, value)
+        member._value_ = value
+        member.doc = doc
+        return member
+
+
+class ConditionType(_Documented):
+    """Types of `status.conditions`."""
+
+    READY = "Ready", "Rollout and trainer of every node run and show the same site table."
+    SUSPENDED = "Suspended", "The job was asked to stop and its machines are released."
+    COMPLETE = "Complete", "All steps are done; terminal."
+    FAILED = "Failed", "The job ended without being complete; terminal. The reason says why."
+
+
+class Reason(_Documented):
+    """Reasons of conditions; those of Failed are also the `reason` of a `JobError`."""
+
+    RUNNING = "Running", "All parts run."
+    STARTING = "Starting", "Parts are being started."
+    COMPLETED = "Completed", "All steps are done."
+    SUSPENDED_BY_SPEC = "SuspendedBySpec", "spec.suspend is true."
+    RESUMED = "Resumed", "spec.suspend is false."
+    INVALID_SPEC = "InvalidSpec", "The manifest breaks a rule that needs the model or the machine."
+    CONFIGURATION = (
+        "Configuration",
+        "Something outside the manifest is missing or wrong; the message says what.",
+    )
+    MODEL_LOAD = "ModelLoad", "The model or the tokenizer could not be read."
+    TASK_LOAD = "TaskLoad", "The prompts or the reward function could not be read."
+    REWARD_FAILED = "RewardFailed", "The reward function raised, took too long or returned no finite number."
+    PROMPT_TOO_LONG = "PromptTooLong", "A prompt has more tokens than algorithm.maxPromptTokens."
+    NON_FINITE = (
+        "NonFinite",
+        "A NaN or an infinity reached a quantiser, a loss or a gradient; the message names it.",
+    )
+    SITE_TABLE_MISMATCH = "SiteTableMismatch", "Rollout and trainer would record different sites."
+    RECORDS_MISSING = "RecordsMissing", "The share of missing record rows passed records.maxMissingRatio."
+    TRANSPORT_FAILED = (
+        "TransportFailed",
+        "Record frames could not be written or read, for example a full disk.",
+    )
+    ROLLOUT_FAILED = "RolloutFailed", "A rollout answered with an error that a restart does not cure."
+    WEIGHT_SYNC_FAILED = "WeightSyncFailed", "Weights could not be pushed to a rollout."
+    RESTARTS_EXHAUSTED = "RestartsExhausted", "More restarts were needed than failurePolicy.maxRestarts."
+    DEADLINE_EXCEEDED = "DeadlineExceeded", "The job ran longer than spec.activeDeadlineSeconds."
+    CHECKPOINT_FAILED = (
+        "CheckpointFailed",
+        "A checkpoint could not be written or does not belong to this job.",
+    )
+    RUN_LOG_FAILED = "RunLogFailed", "The run log could not be written, for example because the disk is full."
+    EXPECTATION_BROKEN = "ExpectationBroken", "A figure of spec.expect was not reached."
+    UNEXPECTED = "Unexpected", "An error that nobody foresaw; the log has the details."
+    INTERRUPTED = "Interrupted", "The job was stopped from outside, for example by Ctrl-C."
+
+
+LABEL_JOB_NAME = f"{GROUP}/job-name"
+"""Label of every object that belongs to a job: the job's name."""
+LABEL_JOB_UID = f"{GROUP}/job-uid"
+"""Label of every object that belongs to a job: the job's UID."""
+LABEL_ROLE = f"{GROUP}/role"
+"""Label of pods: a value of `Role`."""
+LABEL_METHOD = f"{GROUP}/method"
+"""Label of pods: `spec.method.name`, for relabelling into metrics."""
+ANNOTATION_RESOLVED_HASH = f"{GROUP}/resolved-job-sha256"
+"""Annotation of pods: sha256 of the resolved job document that they were started with."""
+
+
+class Role(StrEnum):
+    """Who runs a process or shows a metric."""
+
+    ROLLOUT = "rollout"
+    TRAINER = "trainer"
+    OPERATOR = "operator"
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSpec:
+    """A metric as it is exposed. Counters end in `_total`; units are base units and part of the name.
+
+    `labels` have few values each and never hold a trajectory, a pod or a prompt. `source` is the role that
+    exposes the metric.
+    """
+
+    name: str
+    type: Literal["counter", "gauge", "histogram"]
+    unit: str
+    labels: tuple[str, ...]
+    help: str
+    source: Role
+
+
+_TRAINER, _ROLLOUT = Role.TRAINER, Role.ROLLOUT
+_D = "logp_old - logp_rollout of a generated token"
+
+# verl's rollout_corr/* under our prefix, verl's formulas: d = logp_old - logp_rollout, rho = exp(d), w = the
+# importance weight after the bound.
+_ROLLOUT_CORR: tuple[tuple[str, str, str], ...] = (
+    ("kl", "nats", "mean(-d)."),
+    ("k3_kl", "nats", "mean(rho - d - 1)."),
+    ("training_ppl", "", "Trainer's perplexity, mean over sequences."),
+    ("training_log_ppl", "nats", "Its logarithm, mean over sequences."),
+    ("rollout_ppl", "", "Rollout's perplexity, mean over sequences."),
+    ("rollout_log_ppl", "nats", "Its logarithm, mean over sequences."),
+    ("log_ppl_diff", "nats", "Mean over sequences of mean -d."),
+    ("log_ppl_abs_diff", "nats", "Mean over sequences of |mean d|."),
+    ("log_ppl_diff_max", "nats", "Largest mean -d of a sequence."),
+    ("log_ppl_diff_min", "nats", "Smallest mean -d of a sequence."),
+    ("ppl_ratio", "", "Trainer's over rollout's perplexity, mean over sequences."),
+    ("chi2_token", "", "mean(rho^2) - 1 over tokens."),
+    ("chi2_seq", "", "mean(exp(2 sum d)) - 1 over sequences."),
+    ("rollout_is_mean", "", "Mean w."),
+    ("rollout_is_std", "", "Standard deviation of w."),
+    ("rollout_is_max", "", "Largest w."),
+    ("rollout_is_min", "", "Smallest w."),
+    ("rollout_is_ratio_fraction_high", "ratio", "Tokens whose weight was cut to importanceSampling.upper."),
+    ("rollout_is_ratio_fraction_low", "ratio", "Tokens whose weight is below 1 / importanceSampling.upper."),
+    ("rollout_is_eff_sample_size", "ratio", "1 / mean((w / mean(w))^2): effective over actual sample size."),
+    ("rollout_is_seq_mean", "", "Mean over sequences of mean w."),
+    ("rollout_is_seq_std", "", "Standard deviation over sequences of mean w."),
+    ("rollout_is_seq_max", "", "Largest mean w of a sequence."),
+    ("rollout_is_seq_min", "", "Smallest mean w of a sequence."),
+    ("rollout_is_seq_max_deviation", "", "Largest |mean w - 1| of a sequence."),
+    ("rollout_is_seq_fraction_high", "ratio", "Sequences whose mean weight before the bound is above it."),
+    ("rollout_is_seq_fraction_low", "ratio", "Sequences whose mean weight is below 1 / upper."),
+    ("token_mult_prob_error", "", "mean(exp|d|), NeMo RL's name."),
+    ("rollout_probs_diff_mean", "", "Mean |difference of probabilities|, not of log-probs."),
+    ("rollout_probs_diff_max", "", "Largest |difference of probabilities|."),
+)
+
+METRICS: tuple[MetricSpec, ...] = (
+    # -- progress -----------------------------------------------------------------------------------------
+    MetricSpec("tracerl_info", "gauge", "", ("method", "format", "version"), "1; what runs.", _TRAINER),
+    MetricSpec("tracerl_step", "gauge", "", (), "Steps done.", _TRAINER),
+    MetricSpec("tracerl_steps", "gauge", "", (), "Steps wanted.", _TRAINER),
+    MetricSpec("tracerl_policy_version", "gauge", "", (), "Version of the trainer's weights.", _TRAINER),
+    MetricSpec(
+        "tracerl_restarts_total", "counter", "", ("role",), "Restarts of a role by the loop.", _TRAINER
+    ),
+    # -- reward and loss ----------------------------------------------------------------------------------
+    MetricSpec("tracerl_reward_mean", "gauge", "", (), "Mean training reward of the last step.", _TRAINER),
+    MetricSpec("tracerl_evaluation_reward_mean", "gauge", "", (), "Mean held-out reward, greedy.", _TRAINER),
+    MetricSpec(
+        "tracerl_groups_without_signal_ratio",
+        "gauge",
+        "ratio",
+        (),
+        "Groups of the last step whose rewards are all equal.",
+        _TRAINER,
+    ),
+    MetricSpec("tracerl_policy_loss", "gauge", "", (), "Clipped GRPO loss of the last step.", _TRAINER),
+    MetricSpec(
+        "tracerl_ppo_clipped_ratio", "gauge", "ratio", (), "Generated tokens with a clipped ratio.", _TRAINER
+    ),
+    MetricSpec("tracerl_gradient_norm", "gauge", "", (), "Global gradient norm before clipping.", _TRAINER),
+    MetricSpec("tracerl_learning_rate", "gauge", "", (), "Learning rate of the last update.", _TRAINER),
+    # -- the gap between rollout and trainer --------------------------------------------------------------
+    MetricSpec(
+        "tracerl_train_rollout_logprob_abs_diff",
+        "gauge",
+        "nats",
+        ("forward", "stat"),
+        f"|{_D}|; forward guided or unguided, stat mean or max.",
+        _TRAINER,
+    ),
+    MetricSpec(
+        "tracerl_train_rollout_logprob_abs_diff_by_position",
+        "gauge",
+        "nats",
+        ("forward", "position"),
+        f"Mean |{_D}| by position in the response; position is one of few ranges.",
+        _TRAINER,
+    ),
+    *(
+        MetricSpec(f"tracerl_rollout_corr_{key}", "gauge", unit, (), text, _TRAINER)
+        for key, unit, text in _ROLLOUT_CORR
+    ),
+    # -- quantisation -------------------------------------------------------------------------------------
+    MetricSpec(
+        "tracerl_code_mismatch_ratio",
+        "gauge",
+        "ratio",
+        ("layer", "site", "forward"),
+        "Audited values whose trainer code differs from the rollout's.",
+        _TRAINER,
+    ),
+    MetricSpec(
+        "tracerl_code_mismatch_adjacent_ratio",
+        "gauge",
+        "ratio",
+        ("layer", "site", "forward"),
+        "Mismatched audited values whose code is next to the rollout's.",
+        _TRAINER,
+    ),
+    MetricSpec(
+        "tracerl_rebuilt_scale_error_ratio",
+        "gauge",
+        "ratio",
+        ("layer", "site"),
+        "Audited blocks whose rebuilt scale is not the rollout's.",
+        _TRAINER,
+    ),
+    # -- records ------------------------------------------------------------------------------------------
+    MetricSpec(
+        "tracerl_records_bytes_total",
+        "counter",
+        "bytes",
+        ("kind",),
+        "Frame bytes read; kind record or audit.",
+        _TRAINER,
+    ),
+    MetricSpec(
+        "tracerl_records_bytes_per_token", "gauge", "bytes", (), "Record bytes a row, last step.", _TRAINER
+    ),
+    MetricSpec(
+        "tracerl_records_rows_total", "counter", "rows", (), "Record rows that training asked for.", _TRAINER
+    ),
+    MetricSpec(
+        "tracerl_records_missing_total",
+        "counter",
+        "rows",
+        ("reason",),
+        "Rows without a usable record: missing, checksum, version, site_table, shape.",
+        _TRAINER,
+    ),
+    MetricSpec(
+        "tracerl_record_version_lag",
+        "gauge",
+        "versions",
+        ("stat",),
+        "Trainer's minus record's version; mean, max.",
+        _TRAINER,
+    ),
+    MetricSpec("tracerl_records_held_bytes", "gauge", "bytes", (), "Frame bytes not yet released.", _ROLLOUT),
+    MetricSpec(
+        "tracerl_records_written_bytes_total", "counter", "bytes", ("kind",), "Frame bytes written.", _ROLLOUT
+    ),
+    MetricSpec(
+        "tracerl_records_dropped_total", "counter", "frames", ("reason",), "Frames not written.", _ROLLOUT
+    ),
+    # -- time ---------------------------------------------------------------------------------------------
+    MetricSpec("tracerl_step_seconds", "gauge", "seconds", (), "Wall time of the last step.", _TRAINER),
+    MetricSpec(
+        "tracerl_step_part_seconds",
+        "gauge",
+        "seconds",
+        ("part",),
+        "Wall time of the last step by part: generate_wait, train_forward, push_weights, …",
+        _TRAINER,
+    ),
+    MetricSpec(
+        "tracerl_overhead_seconds_total",
+        "counter",
+        "seconds",
+        ("part",),
+        "What TRACE adds: capture, pack, put, fetch, unpack, guided_kernels, extra_forward.",
+        _TRAINER,
+    ),
+    MetricSpec(
+        "tracerl_overhead_ratio",
+        "gauge",
+        "ratio",
+        (),
+        "Records, guided kernels and extra forward over the critical path of the last step.",
+        _TRAINER,
+    ),
+    MetricSpec("tracerl_generated_tokens_total", "counter", "tokens", (), "Tokens sampled.", _ROLLOUT),
+    MetricSpec(
+        "tracerl_trained_tokens_total", "counter", "tokens", (), "Generated tokens trained on.", _TRAINER
+    ),
+    # -- staleness ----------------------------------------------------------------------------------------
+    MetricSpec(
+        "tracerl_staleness_versions",
+        "gauge",
+        "versions",
+        ("stat",),
+        "Of the last step's trajectories; mean, max.",
+        _TRAINER,
+    ),
+    MetricSpec(
+        "tracerl_groups_dropped_total",
+        "counter",
+        "groups",
+        (),
+        "Groups that became too old and were dropped.",
+        _TRAINER,
+    ),
+    # -- rollout ------------------------------------------------------------------------------------------
+    MetricSpec(
+        "tracerl_rollout_running_requests", "gauge", "requests", (), "Sequences being decoded.", _ROLLOUT
+    ),
+    MetricSpec("tracerl_rollout_queued_requests", "gauge", "requests", (), "Sequences that wait.", _ROLLOUT),
+    MetricSpec("tracerl_rollout_kv_cache_tokens", "gauge", "tokens", (), "Tokens in the KV cache.", _ROLLOUT),
+    MetricSpec(
+        "tracerl_rollout_retracted_total",
+        "counter",
+        "requests",
+        ("reason",),
+        "Sequences prefilled again: memory, weights.",
+        _ROLLOUT,
+    ),
+    MetricSpec(
+        "tracerl_rollout_reprefilled_rows_total",
+        "counter",
+        "rows",
+        ("reason",),
+        "Rows computed again under the same weights (memory) or newer ones (weights).",
+        _ROLLOUT,
+    ),
+    MetricSpec(
+        "tracerl_rollout_admission_stalls_total",
+        "counter",
+        "",
+        (),
+        "Times that nothing was admitted because frames waited to be written.",
+        _ROLLOUT,
+    ),
+    MetricSpec(
+        "tracerl_rollout_weight_version", "gauge", "", (), "Version of the rollout's weights.", _ROLLOUT
+    ),
+)
+"""Every metric of rollout and trainer; exporters, dashboards, alerts and reference pages read it."""

@@ -1,0 +1,205 @@
+"""The resolved job: the one document that every process of a run reads, and the layout of a run directory.
+
+`tracerl run` writes it to ``<run>/job.yaml`` with every default spelled out; on a cluster the operator mounts
+it. It holds no secret: the bearer token of the HTTP endpoints is in a file of its own (mode 0600). A server
+without a `url` takes a free port and publishes it as an `EndpointFile`, so that two runs on one machine never
+meet.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import yaml
+from pydantic import Field, ValidationError
+
+from tracerl.api.errors import InputError
+from tracerl.api.job import Model, TraceRLJob
+
+
+class Endpoint(Model):
+    """One HTTP server of a run. The name is also that of its process, its log and its record store."""
+
+    name: Annotated[str, Field(pattern=r"^(rollout|trainer)-[0-9]+$")]
+    url: str | None = None
+    """Address that clients use and whose port the server binds; None: see `Endpoints.directory`."""
+
+
+class Endpoints(Model):
+    """How the processes of a run find each other."""
+
+    directory: Path | None = None
+    """Where a server without a `url` publishes ``<name>.json``; None where all have one."""
+    rollout: list[Endpoint] = Field(min_length=1)
+    rendezvous: str | None = None
+    """host:port of trainer 0 for process groups; None with a single trainer process."""
+
+
+class ResolvedJob(Model):
+    """The job with every default filled in, and what only the one who starts it knows. Paths are absolute."""
+
+    job: TraceRLJob
+    job_uid: Annotated[str, Field(min_length=1, max_length=64)]
+    """UID of the resource on a cluster, random on one machine; the same for every resumption of a run."""
+    run_dir: Path
+    """Checkpoints, logs and metrics and, on one machine, everything in `RunLayout`."""
+    cache_dir: Path
+    """What outlives runs, such as warmed-up weights."""
+    token_file: Path
+    """Bearer token of every endpoint that changes or reads data."""
+    endpoints: Endpoints
+
+    @property
+    def layout(self) -> RunLayout:
+        """Paths inside the run directory."""
+        return RunLayout(self.run_dir)
+
+    @property
+    def records_uri(self) -> str:
+        """Directory that frames are put into, as an fsspec URL."""
+        return self.job.spec.transport.object.uri or self.layout.records.as_uri()
+
+    def token(self) -> str:
+        """Read the bearer token; InputError when it is not there."""
+        try:
+            return self.token_file.read_text(encoding="ascii").strip()
+        except OSError as error:
+            raise InputError(
+                f"{self.token_file} cannot be read ({error.strerror}); start the run with tracerl run"
+            ) from None
+
+    def write(self, path: Path) -> None:
+        """Write the document; a reader never sees half of it."""
+        document = self.model_dump(mode="json", by_alias=True)
+        head = "# Written by tracerl: the resolved job of this run.\n"
+        write_atomically(path, head + yaml.safe_dump(document, sort_keys=False, allow_unicode=True))
+
+    @classmethod
+    def read(cls, path: Path) -> ResolvedJob:
+        """Read a document that `write` wrote; InputError when it is not one."""
+        try:
+            return cls.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+        except OSError as error:
+            problem = str(error.strerror)
+        except ValidationError as error:
+            first = error.errors()[0]
+            problem = f"{'.'.join(str(part) for part in first['loc']) or 'document'}: {first['msg']}"
+        except (UnicodeDecodeError, yaml.YAMLError):
+            problem = "not YAML"
+        raise InputError(f"{path} is not a resolved job ({problem}); start again in a new directory")
+
+
+class EndpointFile(Model):
+    """What a server publishes when it accepts connections, and removes when it stops."""
+
+    url: str
+    """Base URL without a trailing slash, for example ``http://127.0.0.1:41873``."""
+    pid: int
+    instance_id: str
+    """Random for each start of the process: who sees another one knows that the server restarted."""
+
+    def publish(self, path: Path) -> None:
+        """Write the file so that a reader sees all of it or nothing."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, self.model_dump_json(by_alias=True) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> EndpointFile | None:
+        """Read the published endpoint, or None when there is none yet."""
+        try:
+            text = path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+        return cls.model_validate_json(text)
+
+
+@dataclass(frozen=True)
+class RunLayout:
+    """Where everything of a run is."""
+
+    root: Path
+
+    @property
+    def job(self) -> Path:
+        """The resolved job."""
+        return self.root / "job.yaml"
+
+    @property
+    def lock(self) -> Path:
+        """Locked (flock) as long as any process of the run lives; holds the process id of `tracerl run`."""
+        return self.root / "lock"
+
+    @property
+    def token(self) -> Path:
+        """Bearer token of the run's HTTP endpoints, mode 0600; new at every start, gone at its end."""
+        return self.root / "token"
+
+    @property
+    def endpoints(self) -> Path:
+        """Endpoint files of the servers."""
+        return self.root / "endpoints"
+
+    def log(self, name: str) -> Path:
+        """Log of a process, appended to by every start of it."""
+        return self.root / "logs" / f"{name}.log"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a step."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        """One JSON object an event."""
+        return self.root / "events.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """step-NNNNNN directories."""
+        return self.root / "checkpoints"
+
+    @property
+    def weights(self) -> Path:
+        """Weights on their way to the rollout, with weightSync Disk."""
+        return self.root / "weights"
+
+    @property
+    def records(self) -> Path:
+        """Frames, unless the job names another place."""
+        return self.root / "records"
+
+    @property
+    def report(self) -> Path:
+        """The report page."""
+        return self.root / "report.html"
+
+    @property
+    def summary(self) -> Path:
+        """The figures of the report as JSON."""
+        return self.root / "summary.json"
+
+    @property
+    def result(self) -> Path:
+        """How the run ended: state Complete, Failed or Stopped, reason, message, restarts."""
+        return self.root / "result.json"
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file so that a reader or a crash sees the old or the new content, never a part.
+
+    Raises OSError when the directory is missing, not writable or full; nothing is left behind then.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with temporary.open("x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

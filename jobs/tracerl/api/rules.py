@@ -1,0 +1,697 @@
+"""Rules that span fields. Each has a name, a level, a sentence for the reference page, and a check.
+
+Rules on one field are its type in `tracerl.api.job`; what this version cannot run yet is in
+`tracerl.api.support`. A check is a generator over what breaks the rule. It never sees a value that did not
+parse: reading one ends the check (see `tracerl.api.load`), so that a typing mistake is reported once and not
+again by every rule that needs the value.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from tracerl.api.errors import Fault
+from tracerl.api.job import (
+    Colocation,
+    Fabric,
+    Format,
+    LayerPolicy,
+    MethodName,
+    NumericsBackend,
+    RolloutEngine,
+    SecondInput,
+    Spec,
+    Spill,
+    Target,
+    TensorScaleRule,
+    TrainerEngine,
+    WeightSync,
+    quantity_bytes,
+)
+from tracerl.api.machine import Machine
+from tracerl.api.model import BUILTIN_MODELS, ModelShape
+from tracerl.api.suggest import nearest
+
+
+class Level(StrEnum):
+    """Where a rule can be checked."""
+
+    API = "API"
+    """From the manifest alone, so that `kubectl apply` can refuse."""
+    VALIDATE = "Validate"
+    """With the model's configuration."""
+    START = "Start"
+    """By this version on the machine where the job starts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a rule may read; `shape` is None where the model is not at hand, `machine` on a cluster."""
+
+    spec: Spec
+    shape: ModelShape | None = None
+    machine: Machine | None = None
+
+
+Check = Callable[[Facts], Iterator[Fault]]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A named rule; `fields` are the paths that it is about, `text` what it asks for."""
+
+    name: str
+    level: Level
+    fields: tuple[str, ...]
+    text: str
+    check: Check
+
+
+RULES: list[Rule] = []
+"""Every rule of this module in the order of the resource; filled below and never changed afterwards."""
+
+
+def _rule(level: Level, *fields: str) -> Callable[[Check], Check]:
+    """Register a check; its name is the function's, its text the docstring."""
+
+    def register(check: Check) -> Check:
+        name = check.__name__.strip("_").replace("_", "-")
+        RULES.append(Rule(name, level, fields, (check.__doc__ or "").strip(), check))
+        return check
+
+    return register
+
+
+BLOCK_SIZES = {Format.NVFP4: 16, Format.MXFP4: 32}
+"""Values that share a block scale."""
+MODEL_SCHEMES = ("builtin", "hf", "s3", "file", "pvc")
+OUTPUT_SCHEMES = ("pvc", "s3", "file")
+GB200_NODE_GPUS = 4
+
+
+def scheme(uri: str) -> str | None:
+    """Give the scheme of a URL, None for a plain path."""
+    match = re.match(r"([a-z][a-z0-9+.-]*)://", uri)
+    return match.group(1) if match else None
+
+
+# -- model, task ------------------------------------------------------------------------------------------
+
+
+@_rule(Level.API, "spec.model.uri")
+def model_scheme(facts: Facts) -> Iterator[Fault]:
+    """A model is named by a URL that TraceRL reads."""
+    uri = facts.spec.model.uri
+    if scheme(uri) not in MODEL_SCHEMES:
+        remedy = "write builtin://NAME, hf://ORG/NAME, s3://…, file:///PATH or pvc://CLAIM/PATH"
+        yield Fault("spec.model.uri", f"is {uri[:200]!r}, not a model URL", remedy)
+
+
+@_rule(Level.VALIDATE, "spec.model.uri")
+def builtin_model(facts: Facts) -> Iterator[Fault]:
+    """A built-in model exists."""
+    uri = facts.spec.model.uri
+    if scheme(uri) == "builtin" and (name := uri.removeprefix("builtin://")) not in BUILTIN_MODELS:
+        best = nearest(name, BUILTIN_MODELS)
+        choice = (
+            f"builtin://{best}" if best else " or ".join(f"builtin://{known}" for known in BUILTIN_MODELS)
+        )
+        yield Fault("spec.model.uri", f"names {name[:80]!r}, which is no built-in model", f"write {choice}")
+
+
+@_rule(Level.API, "spec.task.name", "spec.task.uri")
+def one_task(facts: Facts) -> Iterator[Fault]:
+    """A task is either named or read from a URL."""
+    task = facts.spec.task
+    if task.name is not None and task.uri is not None:
+        yield Fault("spec.task", "has both name and uri", "remove one of them")
+    if task.name is None and task.uri is None:
+        yield Fault(
+            "spec.task", "has neither name nor uri", "write name: builtin/chain_sum, or uri and reward"
+        )
+
+
+@_rule(Level.API, "spec.task.name")
+def task_name(facts: Facts) -> Iterator[Fault]:
+    """A named task is one of reasoning_gym's data sets or a built-in one."""
+    name = facts.spec.task.name
+    if name is None:
+        return
+    if name != "builtin/chain_sum" and re.fullmatch(r"reasoning_gym/[a-z0-9_]+", name) is None:
+        remedy = "write builtin/chain_sum or reasoning_gym/DATASET, for example reasoning_gym/chain_sum"
+        yield Fault("spec.task.name", f"is {name[:80]!r}, not a known task", remedy)
+
+
+@_rule(Level.API, "spec.task.reward", "spec.task.uri", "spec.task.parameters", "spec.task.source")
+def task_parts(facts: Facts) -> Iterator[Fault]:
+    """A task from a URL has a reward function and no parameters; a named task scores itself."""
+    task = facts.spec.task
+    if task.uri is not None and task.name is None:
+        if task.reward is None:
+            yield Fault("spec.task.reward", "is missing with task.uri", "write reward: module:function")
+        if task.parameters:
+            yield Fault("spec.task.parameters", "are for named tasks", "remove them or write task.name")
+    if task.name is not None and task.uri is None and task.reward is not None:
+        remedy = "remove reward, or write task.uri instead of task.name"
+        yield Fault("spec.task.reward", "is for tasks from a uri; a named task scores itself", remedy)
+    if task.source is not None and task.reward is None and task.uri is None:
+        yield Fault("spec.task.source", "holds a reward module, but no reward is named", "remove source")
+
+
+@_rule(Level.API, "spec.task.source")
+def one_reward_source(facts: Facts) -> Iterator[Fault]:
+    """A reward module comes from one place."""
+    source = facts.spec.task.source
+    if source is None:
+        return
+    if source.config_map is not None and source.uri is not None:
+        yield Fault("spec.task.source", "has both configMap and uri", "remove one of them")
+
+
+@_rule(Level.START, "spec.task.source.configMap", "spec.model.uri")
+def local_sources(facts: Facts) -> Iterator[Fault]:
+    """On one machine nothing comes from a config map or a volume claim."""
+    if facts.machine is None:
+        return
+    source = facts.spec.task.source
+    if source is not None and source.config_map is not None:
+        remedy = "write spec.task.source.uri, for example the file's path"
+        yield Fault("spec.task.source.configMap", "is there on a cluster only", remedy)
+    if scheme(facts.spec.model.uri) == "pvc":
+        yield Fault("spec.model.uri", "is a volume claim, which only a cluster has", "write file:///PATH")
+
+
+# -- algorithm --------------------------------------------------------------------------------------------
+
+
+@_rule(Level.API, "spec.algorithm.samplesPerPrompt")
+def group_size(facts: Facts) -> Iterator[Fault]:
+    """GRPO compares the trajectories of a group, so a group has at least two."""
+    if facts.spec.algorithm.samples_per_prompt < 2:
+        problem = "is 1, and GRPO compares the trajectories of a group"
+        yield Fault("spec.algorithm.samplesPerPrompt", problem, "write 2 or more, for example 8")
+
+
+@_rule(
+    Level.API,
+    "spec.algorithm.miniBatches",
+    "spec.algorithm.promptsPerStep",
+    "spec.algorithm.samplesPerPrompt",
+)
+def mini_batches_divide(facts: Facts) -> Iterator[Fault]:
+    """The trajectories of a step are shared evenly by its mini-batches."""
+    algorithm = facts.spec.algorithm
+    trajectories = algorithm.prompts_per_step * algorithm.samples_per_prompt
+    if trajectories % algorithm.mini_batches:
+        fitting = max(n for n in range(1, algorithm.mini_batches) if trajectories % n == 0)
+        problem = (
+            f"is {algorithm.mini_batches}, which does not divide the {trajectories} trajectories of a step"
+        )
+        yield Fault("spec.algorithm.miniBatches", problem, f"write a divisor of it, for example {fitting}")
+
+
+@_rule(Level.API, "spec.algorithm.evaluation.prompts", "spec.task.heldOutPrompts")
+def evaluation_prompts(facts: Facts) -> Iterator[Fault]:
+    """Evaluation uses held-out prompts only."""
+    prompts, held_out = facts.spec.algorithm.evaluation.prompts, facts.spec.task.held_out_prompts
+    if prompts > held_out:
+        problem = f"is {prompts}, more than the {held_out} of spec.task.heldOutPrompts"
+        remedy = f"write at most {held_out}, or raise heldOutPrompts"
+        yield Fault("spec.algorithm.evaluation.prompts", problem, remedy)
+
+
+@_rule(Level.API, "spec.expect.minReward", "spec.expect.minRewardGain", "spec.algorithm.evaluation.prompts")
+def expected_reward_is_measured(facts: Facts) -> Iterator[Fault]:
+    """An expected reward needs evaluation prompts."""
+    expect = facts.spec.expect
+    if facts.spec.algorithm.evaluation.prompts == 0:
+        for name, value in (("minReward", expect.min_reward), ("minRewardGain", expect.min_reward_gain)):
+            if value is not None:
+                remedy = "write spec.algorithm.evaluation.prompts: 256, or remove it"
+                yield Fault(f"spec.expect.{name}", "is asked of a job without evaluation prompts", remedy)
+
+
+@_rule(Level.API, "spec.expect.maxGapRatio", "spec.method.name")
+def gap_ratio_needs_trace(facts: Facts) -> Iterator[Fault]:
+    """A ratio of the guided gap to the unguided gap exists under TRACE only."""
+    if facts.spec.expect.max_gap_ratio is not None and facts.spec.method.name is not MethodName.TRACE:
+        yield Fault(
+            "spec.expect.maxGapRatio", "needs guidance, which only TRACE has", "remove it, or use maxGap"
+        )
+
+
+_LENGTHS = ("spec.algorithm.maxPromptTokens", "spec.algorithm.maxResponseTokens")
+
+
+@_rule(Level.VALIDATE, *_LENGTHS)
+def fits_context(facts: Facts) -> Iterator[Fault]:
+    """Prompt and response together fit into the model's context."""
+    algorithm, shape = facts.spec.algorithm, facts.shape
+    tokens = algorithm.max_prompt_tokens + algorithm.max_response_tokens
+    if shape is not None and tokens > shape.context:
+        problem = (
+            f"and maxPromptTokens are {tokens} tokens together, but the model's context is {shape.context}"
+        )
+        room = shape.context - algorithm.max_prompt_tokens
+        remedy = f"write at most {room}" if room > 0 else f"make both at most {shape.context} together"
+        yield Fault("spec.algorithm.maxResponseTokens", problem, remedy)
+
+
+@_rule(Level.API, *_LENGTHS, "spec.rollout.kvCacheTokens", "spec.trainer.microBatchTokens")
+def one_trajectory_fits(facts: Facts) -> Iterator[Fault]:
+    """The KV cache and a micro-batch hold at least one trajectory."""
+    tokens = facts.spec.algorithm.max_prompt_tokens + facts.spec.algorithm.max_response_tokens
+    for path, room in (
+        ("spec.rollout.kvCacheTokens", facts.spec.rollout.kv_cache_tokens),
+        ("spec.trainer.microBatchTokens", facts.spec.trainer.micro_batch_tokens),
+    ):
+        if room < tokens:
+            problem = f"is {room}, less than one trajectory of maxPromptTokens + maxResponseTokens = {tokens}"
+            yield Fault(path, problem, f"write at least {tokens}")
+
+
+# -- quantization, method ---------------------------------------------------------------------------------
+
+
+@_rule(Level.API, "spec.quantization.targets")
+def targets_once(facts: Facts) -> Iterator[Fault]:
+    """A target is named once."""
+    targets = facts.spec.quantization.targets
+    if len(set(targets)) != len(targets):
+        yield Fault("spec.quantization.targets", f"names {targets[0]} twice", "remove one")
+
+
+@_rule(Level.API, "spec.quantization.secondInput", "spec.quantization.targets", "spec.method.name")
+def recorded_second_input(facts: Facts) -> Iterator[Fault]:
+    """The second input can be recorded where experts are quantised and the method is TRACE."""
+    quantization = facts.spec.quantization
+    if quantization.second_input is not SecondInput.RECORDED:
+        return
+    if facts.spec.method.name is not MethodName.TRACE:
+        problem = f"is Recorded, but method {facts.spec.method.name} records nothing"
+        yield Fault("spec.quantization.secondInput", problem, "write RTN, or method.name: TRACE")
+    if Target.ROUTED_EXPERTS not in quantization.targets:
+        problem = "is Recorded, but the experts are not quantised"
+        yield Fault("spec.quantization.secondInput", problem, "write RTN, or add RoutedExperts to targets")
+
+
+@_rule(Level.API, "spec.quantization.tensorScale", "spec.quantization.format")
+def mxfp4_has_no_tensor_scale(facts: Facts) -> Iterator[Fault]:
+    """MXFP4 has block scales alone."""
+    quantization = facts.spec.quantization
+    if quantization.format is Format.MXFP4 and quantization.tensor_scale is not TensorScaleRule.FIXED:
+        problem = f"is {quantization.tensor_scale}, but MXFP4 has no tensor scale"
+        yield Fault("spec.quantization.tensorScale", problem, "write Fixed")
+
+
+@_rule(
+    Level.VALIDATE,
+    "spec.quantization.format",
+    "spec.quantization.targets",
+    "spec.method.name",
+    "spec.model.uri",
+)
+def blocks_divide(facts: Facts) -> Iterator[Fault]:
+    """Every quantised dimension is a multiple of the format's block (16 for NVFP4, 32 for MXFP4)."""
+    spec, shape = facts.spec, facts.shape
+    if shape is None or spec.method.name is MethodName.BF16:
+        return
+    block = BLOCK_SIZES[spec.quantization.format]
+    dimensions: list[tuple[str, int]] = []
+    if Target.ROUTED_EXPERTS in spec.quantization.targets:
+        dimensions += [("hidden size", shape.hidden), ("expert hidden size", shape.expert_hidden)]
+    if Target.KV_CACHE in spec.quantization.targets:
+        dimensions += [("head dimension", shape.head_dim)]
+    for name, size in dimensions:
+        if size % block:
+            problem = (
+                f"is {spec.quantization.format}, whose block of {block} does not divide "
+                f"the model's {name} {size}"
+            )
+            remedy = (
+                "write NVFP4" if block == 32 and size % 16 == 0 else "use another model, or method.name: BF16"
+            )
+            yield Fault("spec.quantization.format", problem, remedy)
+
+
+@_rule(Level.API, "spec.method.trace", "spec.method.name")
+def trace_block(facts: Facts) -> Iterator[Fault]:
+    """Settings of TRACE stand under TRACE only."""
+    method = facts.spec.method
+    if method.name is not MethodName.TRACE and method.trace is not None:
+        problem = f"is set, but the method is {method.name}"
+        yield Fault("spec.method.trace", problem, "remove it, or write method.name: TRACE")
+
+
+@_rule(Level.API, "spec.method.trace.codeBits", "spec.method.trace.scaleBits")
+def trace_records_something(facts: Facts) -> Iterator[Fault]:
+    """TRACE records at least one bit."""
+    trace = facts.spec.method.trace
+    if trace is not None and trace.code_bits == 0 and trace.scale_bits == 0:
+        remedy = "write codeBits: 1 and scaleBits: 3, or method.name: QAT"
+        yield Fault("spec.method.trace", "records nothing with codeBits 0 and scaleBits 0", remedy)
+
+
+_LAYERS = "spec.method.trace.layers"
+
+
+@_rule(Level.API, f"{_LAYERS}.policy", f"{_LAYERS}.last", f"{_LAYERS}.indices")
+def layer_policy(facts: Facts) -> Iterator[Fault]:
+    """Policy Last comes with last, List with distinct indices, the others with neither."""
+    trace = facts.spec.method.trace
+    if trace is None:
+        return
+    policy, last, indices = trace.layers.policy, trace.layers.last, trace.layers.indices
+    if policy is LayerPolicy.LAST and last is None:
+        yield Fault(f"{_LAYERS}.last", "is missing with policy Last", "write the number of last layers")
+    if policy is not LayerPolicy.LAST and last is not None:
+        yield Fault(
+            f"{_LAYERS}.last", f"has no meaning with policy {policy}", "remove it, or write policy: Last"
+        )
+    if policy is LayerPolicy.LIST and not indices:
+        yield Fault(
+            f"{_LAYERS}.indices", "is missing with policy List", "write layer indices, counted from 0"
+        )
+    if policy is not LayerPolicy.LIST and indices is not None:
+        problem = f"has no meaning with policy {policy}"
+        yield Fault(f"{_LAYERS}.indices", problem, "remove it, or write policy: List")
+    if indices is not None and len(set(indices)) != len(indices):
+        yield Fault(f"{_LAYERS}.indices", "names a layer twice", "write each index once")
+
+
+@_rule(Level.VALIDATE, f"{_LAYERS}.last", f"{_LAYERS}.indices", "spec.model.uri")
+def layers_exist(facts: Facts) -> Iterator[Fault]:
+    """Chosen layers are layers of the model."""
+    trace, shape = facts.spec.method.trace, facts.shape
+    if trace is None or shape is None:
+        return
+    if trace.layers.last is not None and trace.layers.last > shape.layers:
+        problem = f"is {trace.layers.last}, but the model has {shape.layers} layers"
+        yield Fault(f"{_LAYERS}.last", problem, f"write at most {shape.layers}")
+    for position, index in enumerate(trace.layers.indices or ()):
+        if index >= shape.layers:
+            problem = f"is {index}, but the model has {shape.layers} layers"
+            yield Fault(f"{_LAYERS}.indices[{position}]", problem, f"write at most {shape.layers - 1}")
+
+
+@_rule(Level.API, "spec.records.auditEvery", "spec.observe.baselineEvery", "spec.method.name")
+def records_need_method(facts: Facts) -> Iterator[Fault]:
+    """Audits need quantised values, baselines need records to leave out."""
+    spec = facts.spec
+    if spec.records.audit_every and spec.method.name is MethodName.BF16:
+        yield Fault("spec.records.auditEvery", "has no codes to audit under method BF16", "write 0")
+    if spec.observe.baseline_every and spec.method.name is not MethodName.TRACE:
+        problem = f"compares with and without records, but method {spec.method.name} has none"
+        yield Fault("spec.observe.baselineEvery", problem, "write 0, or method.name: TRACE")
+
+
+# -- machines ---------------------------------------------------------------------------------------------
+
+
+@_rule(Level.API, "spec.rollout.numerics", "spec.rollout.gpusPerNode", "spec.rollout.engine")
+def native_numerics(facts: Facts) -> Iterator[Fault]:
+    """Native FP4 needs SGLang on GPUs; SGLang on a CPU emulates."""
+    rollout = facts.spec.rollout
+    if rollout.numerics is not NumericsBackend.NATIVE:
+        return
+    if rollout.engine is RolloutEngine.REFERENCE:
+        problem = "is Native, but the Reference engine has no FP4 kernels"
+        yield Fault("spec.rollout.numerics", problem, "write Emulated, or rollout.engine: SGLang")
+    if rollout.gpus_per_node == 0:
+        problem = "is Native, but the rollout has no GPU"
+        yield Fault("spec.rollout.numerics", problem, "write Emulated, or rollout.gpusPerNode: 4")
+
+
+@_rule(Level.API, "spec.rollout.engineArgs", "spec.trainer.engineArgs")
+def reference_has_no_arguments(facts: Facts) -> Iterator[Fault]:
+    """The Reference engines take no arguments of their own."""
+    if facts.spec.rollout.engine is RolloutEngine.REFERENCE and facts.spec.rollout.engine_args:
+        yield Fault("spec.rollout.engineArgs", "are not read by the Reference engine", "remove them")
+    if facts.spec.trainer.engine is TrainerEngine.REFERENCE and facts.spec.trainer.engine_args:
+        yield Fault("spec.trainer.engineArgs", "are not read by the Reference engine", "remove them")
+
+
+@_rule(Level.API, "spec.rollout.nodes", "spec.rollout.nodesPerReplica")
+def replicas_divide(facts: Facts) -> Iterator[Fault]:
+    """Rollout nodes form whole replicas."""
+    rollout = facts.spec.rollout
+    if rollout.nodes % rollout.nodes_per_replica:
+        problem = f"is {rollout.nodes}, which is no multiple of nodesPerReplica {rollout.nodes_per_replica}"
+        remedy = f"write a multiple of {rollout.nodes_per_replica}, or another nodesPerReplica"
+        yield Fault("spec.rollout.nodes", problem, remedy)
+
+
+@_rule(Level.API, "spec.rollout.parallelism", "spec.rollout.gpusPerNode", "spec.rollout.nodesPerReplica")
+def rollout_parallelism(facts: Facts) -> Iterator[Fault]:
+    """A replica's GPUs are tensor x data, and expert divides them; without GPUs sizes are free."""
+    rollout = facts.spec.rollout
+    gpus = rollout.gpus_per_node * rollout.nodes_per_replica
+    ranks = rollout.parallelism.tensor * rollout.parallelism.data
+    if gpus and ranks != gpus:
+        problem = f"makes tensor x data = {ranks} ranks, but a replica has {gpus} GPUs"
+        remedy = f"write for example tensor: {gpus} and data: 1"
+        yield Fault("spec.rollout.parallelism", problem, remedy)
+    elif gpus and gpus % rollout.parallelism.expert:
+        problem = f"is {rollout.parallelism.expert}, which does not divide the replica's {gpus} GPUs"
+        yield Fault("spec.rollout.parallelism.expert", problem, f"write a divisor of {gpus}")
+
+
+@_rule(Level.API, "spec.trainer.parallelism", "spec.trainer.gpusPerNode", "spec.trainer.nodes")
+def trainer_parallelism(facts: Facts) -> Iterator[Fault]:
+    """The trainer's GPUs are tensor x pipeline x context x data, and expert divides a pipeline stage's."""
+    trainer = facts.spec.trainer
+    sizes, gpus = trainer.parallelism, trainer.gpus_per_node * trainer.nodes
+    stage = sizes.tensor * sizes.context * sizes.data
+    if gpus and stage * sizes.pipeline != gpus:
+        problem = f"makes tensor x pipeline x context x data = {stage * sizes.pipeline} ranks for {gpus} GPUs"
+        inner = sizes.tensor * sizes.pipeline * sizes.context
+        fitting = (
+            f"data: {gpus // inner}"
+            if gpus % inner == 0
+            else f"tensor: 1, pipeline: 1, context: 1, data: {gpus}"
+        )
+        yield Fault("spec.trainer.parallelism", problem, f"write for example {fitting}")
+    elif gpus and stage % sizes.expert:
+        problem = f"is {sizes.expert}, which does not divide the {stage} GPUs of a pipeline stage"
+        yield Fault("spec.trainer.parallelism.expert", problem, f"write a divisor of {stage}")
+
+
+@_rule(Level.VALIDATE, "spec.rollout.parallelism", "spec.trainer.parallelism", "spec.model.uri")
+def parallelism_fits_model(facts: Facts) -> Iterator[Fault]:
+    """Tensor parallelism divides the attention heads, expert the experts, pipeline the layers."""
+    shape = facts.shape
+    if shape is None:
+        return
+    rollout, trainer = facts.spec.rollout.parallelism, facts.spec.trainer.parallelism
+    for path, size, whole, what in (
+        ("spec.rollout.parallelism.tensor", rollout.tensor, shape.heads, "attention heads"),
+        ("spec.rollout.parallelism.expert", rollout.expert, shape.experts, "experts"),
+        ("spec.trainer.parallelism.tensor", trainer.tensor, shape.heads, "attention heads"),
+        ("spec.trainer.parallelism.expert", trainer.expert, shape.experts, "experts"),
+        ("spec.trainer.parallelism.pipeline", trainer.pipeline, shape.layers, "layers"),
+    ):
+        if whole % size:
+            problem = f"is {size}, which does not divide the model's {whole} {what}"
+            yield Fault(path, problem, f"write a divisor of {whole}")
+
+
+@_rule(Level.API, "spec.placement.colocation", "spec.rollout.nodes", "spec.trainer.nodes")
+def colocated_nodes(facts: Facts) -> Iterator[Fault]:
+    """In Pod and Node every node has a rollout and a trainer, so both have as many nodes."""
+    spec = facts.spec
+    if spec.placement.colocation is not Colocation.NONE and spec.rollout.nodes != spec.trainer.nodes:
+        problem = f"is {spec.trainer.nodes}, but colocation {spec.placement.colocation} pairs it with the"
+        remedy = f"write {spec.rollout.nodes}, or placement.colocation: None"
+        yield Fault("spec.trainer.nodes", f"{problem} {spec.rollout.nodes} of the rollout", remedy)
+
+
+@_rule(Level.API, "spec.placement", "spec.rollout.gpusPerNode", "spec.trainer.gpusPerNode")
+def gpu_split(facts: Facts) -> Iterator[Fault]:
+    """Colocated roles split a node's GPUs (2+2, 3+1 or 1+3 on a GB200 node of 4); 4+0 stands apart."""
+    spec = facts.spec
+    rollout, trainer = spec.rollout.gpus_per_node, spec.trainer.gpus_per_node
+    where = spec.placement.colocation
+    if spec.placement.fabric is Fabric.COMPUTE_DOMAIN:
+        both = where is not Colocation.NONE
+        for path, count in (("spec.rollout.gpusPerNode", rollout), ("spec.trainer.gpusPerNode", trainer)):
+            if count > GB200_NODE_GPUS:
+                problem = f"is {count}, but a node of a ComputeDomain has {GB200_NODE_GPUS} GPUs"
+                yield Fault(path, problem, f"write at most {GB200_NODE_GPUS}")
+        if both and max(rollout, trainer) <= GB200_NODE_GPUS < rollout + trainer:
+            total = rollout + trainer
+            problem = f"and rollout.gpusPerNode are {total} together, but a node has {GB200_NODE_GPUS} GPUs"
+            yield Fault("spec.trainer.gpusPerNode", problem, "split them 2+2, 3+1 or 1+3")
+    if where is not Colocation.NONE and (rollout == 0) != (trainer == 0):
+        path = "spec.rollout.gpusPerNode" if rollout == 0 else "spec.trainer.gpusPerNode"
+        problem = f"is 0, but colocation {where} splits the node's GPUs between rollout and trainer"
+        yield Fault(path, problem, "split them 2+2, 3+1 or 1+3, or write placement.colocation: None")
+
+
+@_rule(Level.START, "spec.rollout.gpusPerNode", "spec.trainer.gpusPerNode")
+def gpus_are_there(facts: Facts) -> Iterator[Fault]:
+    """The machine has the GPUs of both roles."""
+    wanted = facts.spec.rollout.gpus_per_node + facts.spec.trainer.gpus_per_node
+    if facts.machine is not None and wanted > facts.machine.gpus:
+        path = "spec.rollout.gpusPerNode" if facts.spec.rollout.gpus_per_node else "spec.trainer.gpusPerNode"
+        problem = f"and the other role's ask for {wanted} GPUs, but this machine has {facts.machine.gpus}"
+        yield Fault(path, problem, f"write at most {facts.machine.gpus} together")
+
+
+@_rule(Level.API, "spec.rollout.resources", "spec.trainer.resources")
+def gpus_by_field(facts: Facts) -> Iterator[Fault]:
+    """GPUs are asked for by gpusPerNode alone."""
+    for role, resources in (
+        ("rollout", facts.spec.rollout.resources),
+        ("trainer", facts.spec.trainer.resources),
+    ):
+        for part, listed in (("requests", resources.requests), ("limits", resources.limits)):
+            if "nvidia.com/gpu" in (listed.model_extra or {}):
+                path = f"spec.{role}.resources.{part}"
+                yield Fault(path, "asks for nvidia.com/gpu", f"remove it and write spec.{role}.gpusPerNode")
+
+
+@_rule(Level.API, "spec.rollout.template", "spec.trainer.template")
+def template_life(facts: Facts) -> Iterator[Fault]:
+    """A pod template patches metadata and spec; life and death of the job are the job's own fields."""
+    own = {
+        "activeDeadlineSeconds": "spec.activeDeadlineSeconds",
+        "ttlSecondsAfterFinished": "spec.ttlSecondsAfterFinished",
+        "restartPolicy": "spec.failurePolicy.maxRestarts",
+        "backoffLimit": "spec.failurePolicy.maxRestarts",
+        "suspend": "spec.suspend",
+    }
+    for role, template in (
+        ("rollout", facts.spec.rollout.template),
+        ("trainer", facts.spec.trainer.template),
+    ):
+        path = f"spec.{role}.template"
+        inner = template.get("spec")
+        places: tuple[tuple[str, Mapping[str, Any]], ...] = (
+            (path, template),
+            (f"{path}.spec", inner if isinstance(inner, dict) else {}),
+        )
+        for place, fields in places:
+            for key in fields:
+                if key in own:
+                    yield Fault(
+                        f"{place}.{key}", "would end the pods behind the job's back", f"write {own[key]}"
+                    )
+                elif place == path and key not in {"metadata", "spec"}:
+                    yield Fault(
+                        f"{place}.{key}", "is no part of a pod template", "write metadata or spec below it"
+                    )
+
+
+@_rule(Level.API, "spec.placement.topology")
+def one_topology(facts: Facts) -> Iterator[Fault]:
+    """A topology is required or preferred."""
+    topology = facts.spec.placement.topology
+    if topology.required is not None and topology.preferred is not None:
+        yield Fault("spec.placement.topology", "has both required and preferred", "remove one of them")
+
+
+@_rule(Level.API, "spec.trainer.weightSync", "spec.trainer.nodes", "spec.rollout.nodes", "spec.output.uri")
+def disk_sync_is_shared(facts: Facts) -> Iterator[Fault]:
+    """Weights travel by disk between nodes only through a volume that all pods mount."""
+    spec = facts.spec
+    uri = spec.output.uri
+    nodes = max(spec.rollout.nodes, spec.trainer.nodes)
+    if spec.trainer.weight_sync is WeightSync.DISK and nodes > 1 and (uri is None or scheme(uri) != "pvc"):
+        problem = f"is Disk for {nodes} nodes, which share no directory"
+        yield Fault("spec.trainer.weightSync", problem, "write Distributed, or output.uri: pvc://CLAIM/PATH")
+
+
+@_rule(Level.API, "spec.output.uri")
+def output_scheme(facts: Facts) -> Iterator[Fault]:
+    """Results go to a volume claim, S3 or a directory."""
+    uri = facts.spec.output.uri
+    if uri is not None and scheme(uri) not in OUTPUT_SCHEMES:
+        remedy = "write pvc://CLAIM/PATH, s3://BUCKET/PREFIX or file:///PATH"
+        yield Fault("spec.output.uri", f"is {uri[:200]!r}, not an output URL", remedy)
+
+
+# -- transport --------------------------------------------------------------------------------------------
+
+
+@_rule(Level.API, "spec.transport.ring.size", "spec.rollout.resources.limits.memory")
+def ring_fits_memory(facts: Facts) -> Iterator[Fault]:
+    """The ring counts as memory of the rollout, so it is not larger than its limit."""
+    limit, ring = facts.spec.rollout.resources.limits.memory, facts.spec.transport.ring.size
+    if facts.spec.transport.only_object or limit is None:
+        return
+    if quantity_bytes(ring) > quantity_bytes(limit):
+        problem = f"is {ring}, more than the rollout's memory limit {limit} that it counts in"
+        yield Fault("spec.transport.ring.size", problem, f"write at most {limit}, or raise the limit")
+
+
+@_rule(Level.START, "spec.transport.ring.size")
+def ring_fits_machine(facts: Facts) -> Iterator[Fault]:
+    """The ring is not larger than this machine's /dev/shm."""
+    transport, machine = facts.spec.transport, facts.machine
+    if transport.only_object or machine is None:
+        return
+    room = machine.shared_memory or 0
+    if quantity_bytes(transport.ring.size) > room:
+        problem = f"is {transport.ring.size}, but /dev/shm of this machine has {room // 2**20}Mi"
+        remedy = f"write at most {room // 2**20}Mi, or transport.onlyObject: true"
+        yield Fault("spec.transport.ring.size", problem, remedy)
+
+
+@_rule(Level.API, "spec.transport.onlyObject", "spec.transport.spill", "spec.transport.spillPath")
+def nothing_to_spill(facts: Facts) -> Iterator[Fault]:
+    """Without a ring nothing spills."""
+    transport = facts.spec.transport
+    if not transport.only_object:
+        return
+    if transport.spill is not Spill.NEVER:
+        problem = f"is {transport.spill}, but with onlyObject every frame goes to the object store"
+        yield Fault("spec.transport.spill", problem, "write Never, or onlyObject: false")
+    if transport.spill_path is not None:
+        problem = "is set, but with onlyObject there is no ring to spill"
+        yield Fault("spec.transport.spillPath", problem, "remove it, or write onlyObject: false")
+
+
+@_rule(
+    Level.API,
+    "spec.transport.object.uri",
+    "spec.transport.object.secretName",
+    "spec.transport.object.endpointUrl",
+)
+def object_store_url(facts: Facts) -> Iterator[Fault]:
+    """An object store is a URL; a secret and an endpoint belong to S3."""
+    store = facts.spec.transport.object
+    if store.uri is not None and scheme(store.uri) is None:
+        remedy = "write s3://BUCKET/PREFIX or file:///PATH"
+        yield Fault("spec.transport.object.uri", f"is {store.uri[:200]!r}, not a URL", remedy)
+    if store.uri is None or scheme(store.uri) != "s3":
+        for name, value in (("secretName", store.secret_name), ("endpointUrl", store.endpoint_url)):
+            if value is not None:
+                path = f"spec.transport.object.{name}"
+                yield Fault(
+                    path, "is for S3, but object.uri is not an s3:// URL", "remove it, or write uri: s3://…"
+                )
+
+
+# -- life -------------------------------------------------------------------------------------------------
+
+
+@_rule(Level.API, "spec.managedBy")
+def managed_by_name(facts: Facts) -> Iterator[Fault]:
+    """A controller is named domain/path, as in batch/v1."""
+    name = facts.spec.managed_by
+    if name is not None and re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[\w.~-]+", name, re.ASCII) is None:
+        remedy = "write for example kueue.x-k8s.io/multikueue, or remove it"
+        yield Fault("spec.managedBy", f"is {name!r}, not domain/path", remedy)
+
+
+@_rule(Level.START, "spec.suspend")
+def not_suspended(facts: Facts) -> Iterator[Fault]:
+    """A suspended job does not start on this machine."""
+    if facts.machine is not None and facts.spec.suspend:
+        yield Fault(
+            "spec.suspend", "is true, so nothing would run", "write false, or --set spec.suspend=false"
+        )

@@ -1,0 +1,23 @@
+import copy
+from typing import Any
+
+import pytest
+
+MINIMAL: dict[str, Any] = {
+    "apiVersion": "tracerl.dev/v1alpha1",
+    "kind": "TraceRLJob",
+    "metadata": {"name": "canary"},
+    "spec": {
+        "model": {"uri": "builtin://tiny-moe"},
+        "task": {"name": "builtin/chain_sum"},
+        "algorithm": {"steps": 30, "promptsPerStep": 16, "samplesPerPrompt": 8},
+        "method": {"name": "TRACE"},
+        "transport": {"onlyObject": True},
+    },
+}
+
+
+@pytest.fixture
+def manifest() -> dict[str, Any]:
+    """The shortest manifest that runs."""
+    return copy.deepcopy(MINIMAL)

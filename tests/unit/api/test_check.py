@@ -1,0 +1,501 @@
+"""Bad manifests: every fault is found at its path and says what to write."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from tracerl.api.errors import Fault, InputError
+from tracerl.api.job import TraceRLJob
+from tracerl.api.load import apply_overrides, check, load_job
+from tracerl.api.machine import Machine
+from tracerl.api.model import BUILTIN_MODELS, ModelShape
+from tracerl.api.rules import RULES, Facts
+from tracerl.api.support import SUPPORT_RULES
+
+
+def test_the_shortest_manifest_runs(manifest: dict[str, Any]) -> None:
+    assert check(manifest) == []
+
+
+def by_path(faults: list[Fault]) -> dict[str, str]:
+    return {fault.path: f"{fault.problem}; {fault.remedy}" for fault in faults}
+
+
+# Overrides that break the shortest manifest -> where -> what the line says.
+BAD: list[tuple[list[str], str, str]] = [
+    # one field
+    (["spec.algorithm.steps=0"], "spec.algorithm.steps", "is 0; write at least 1"),
+    (["spec.algorithm.steps=3.0"], "spec.algorithm.steps", "write a whole number"),
+    (["spec.algorithm.steps='3'"], "spec.algorithm.steps", 'is "3"; write a whole number'),
+    (["spec.algorithm.steps=true"], "spec.algorithm.steps", "is true; write a whole number"),
+    (["spec.algorithm.steps=null"], "spec.algorithm.steps", "is empty"),
+    (["spec.algorithm.maxVersionDiff=-1"], "spec.algorithm.maxVersionDiff", "is -1; write at least 0"),
+    (["spec.algorithm.routingReplay=1"], "spec.algorithm.routingReplay", "write true or false"),
+    (["spec.algorithm.temperature='0'"], "spec.algorithm.temperature", 'write more than "0"'),
+    (["spec.algorithm.temperature=true"], "spec.algorithm.temperature", "decimal in quotes"),
+    (["spec.algorithm.temperature='NaN'"], "spec.algorithm.temperature", "not a decimal number"),
+    (["spec.algorithm.clipLow='1.5'"], "spec.algorithm.clipLow", 'write at most "1"'),
+    (
+        ["spec.algorithm.importanceSampling.upper='0.5'"],
+        "spec.algorithm.importanceSampling.upper",
+        "at least",
+    ),
+    (["spec.algorithm={steps: 3}"], "spec.algorithm.promptsPerStep", "is missing; add promptsPerStep: 16"),
+    (["spec.method.name=trace"], "spec.method.name", "write TRACE"),
+    (["spec.method.name=PPO"], "spec.method.name", "write one of BF16, Vanilla, QAT, TRACE"),
+    (["spec.method.name=3"], "spec.method.name", "BF16, Vanilla, QAT, TRACE"),
+    (["spec.algorithm.name=PPO"], "spec.algorithm.name", "write GRPO"),
+    (["spec.method.trace.codeBits=3"], "spec.method.trace.codeBits", "write one of 0, 1, 2, 4"),
+    (["spec.method.trace.codeBits=true"], "spec.method.trace.codeBits", "write a number of bits"),
+    (["spec.method.trace.driftBand='0.6'"], "spec.method.trace.driftBand", 'write at most "0.5"'),
+    (["spec.records.maxMissingRatio='1.1'"], "spec.records.maxMissingRatio", 'write at most "1"'),
+    (["spec.trainer.optimizer.beta2='1'"], "spec.trainer.optimizer.beta2", 'write less than "1"'),
+    (
+        ["spec.trainer.optimizer.learningRate='1e-999'"],
+        "spec.trainer.optimizer.learningRate",
+        "not a decimal",
+    ),
+    (["spec.transport.ring.size=256MB"], "spec.transport.ring.size", 'for example "256Mi"'),
+    (["spec.transport.ring.size=-5"], "spec.transport.ring.size", 'for example "256Mi"'),
+    (["spec.transport.ring.size=NaNMi"], "spec.transport.ring.size", 'for example "256Mi"'),
+    (["spec.transport.ring.size=[1]"], "spec.transport.ring.size", 'for example "256Mi"'),
+    (["spec.rollout.resources.limits.cpu=two"], "spec.rollout.resources.limits.cpu", '"500m"'),
+    (["spec.rollout.resources.limits={rdma/ib: [1]}"], "spec.rollout.resources.limits.rdma/ib", "a quantity"),
+    (["spec.quantization.targets=[]"], "spec.quantization.targets", "is empty"),
+    (["spec.quantization.targets=KVCache"], "spec.quantization.targets", "write a list"),
+    (["spec.quantization.targets=[KVCach]"], "spec.quantization.targets[0]", "write KVCache"),
+    (["spec.task.reward=my reward"], "spec.task.reward", "module:function"),
+    (["metadata.name=My_Job"], "metadata.name", "lower-case letters, digits and dashes"),
+    (["metadata.name=" + "a" * 51], "metadata.name", "write at most 50"),
+    (["spec.model=builtin://tiny-moe"], "spec.model", "for example {uri: builtin://tiny-moe}"),
+    (["spec.trainer=null"], "spec.trainer", "is empty; remove it"),
+    (["kind=Job"], "kind", "write TraceRLJob"),
+    (["apiVersion=tracerl.dev/v1"], "apiVersion", "write tracerl.dev/v1alpha1"),
+    # model and task
+    (["spec.model.uri=Qwen/Qwen3-30B-A3B"], "spec.model.uri", "hf://ORG/NAME"),
+    (["spec.model.uri=builtin://tiny_moe"], "spec.model.uri", "write builtin://tiny-moe"),
+    (["spec.model.uri=file:///nowhere"], "spec.model.uri", "No such file or directory"),
+    (["spec.task.uri=file:///t.jsonl"], "spec.task", "has both name and uri; remove one"),
+    (["spec.task={}"], "spec.task", "has neither name nor uri"),
+    (["spec.task={uri: 'file:///t.jsonl'}"], "spec.task.reward", "write reward: module:function"),
+    (["spec.task={uri: 'a', reward: 'm:f', parameters: {a: 1}}"], "spec.task.parameters", "remove them"),
+    (["spec.task.name=chain_sum"], "spec.task.name", "write builtin/chain_sum or reasoning_gym/DATASET"),
+    (["spec.task.reward=m:f"], "spec.task.reward", "remove reward"),
+    (["spec.task.source.uri=r.py"], "spec.task.source", "remove source"),
+    (
+        ["spec.task={uri: 'a', reward: 'm:f', source: {uri: r.py, configMap: r}}"],
+        "spec.task.source",
+        "has both configMap and uri; remove one",
+    ),
+    # algorithm
+    (["spec.algorithm.samplesPerPrompt=1"], "spec.algorithm.samplesPerPrompt", "write 2 or more"),
+    (
+        ["spec.algorithm.miniBatches=6"],
+        "spec.algorithm.miniBatches",
+        "the 128 trajectories of a step; write a div",
+    ),
+    (["spec.task.heldOutPrompts=10"], "spec.algorithm.evaluation.prompts", "write at most 10"),
+    (
+        ["spec.algorithm.evaluation.prompts=0", "spec.expect.minReward=0.5"],
+        "spec.expect.minReward",
+        "write spec.algorithm.evaluation.prompts: 256",
+    ),
+    (["spec.method.name=QAT", "spec.expect.maxGapRatio=0.5"], "spec.expect.maxGapRatio", "use maxGap"),
+    (
+        ["spec.algorithm.maxResponseTokens=100"],
+        "spec.algorithm.maxResponseTokens",
+        "context is 128; write at most 64",
+    ),
+    (["spec.rollout.kvCacheTokens=79"], "spec.rollout.kvCacheTokens", "write at least 80"),
+    (["spec.trainer.microBatchTokens=79"], "spec.trainer.microBatchTokens", "write at least 80"),
+    # quantisation and method
+    (["spec.quantization.targets=[KVCache, KVCache]"], "spec.quantization.targets", "names KVCache twice"),
+    (
+        ["spec.quantization.secondInput=Recorded", "spec.method.name=QAT"],
+        "spec.quantization.secondInput",
+        "write RTN, or method.name: TRACE",
+    ),
+    (
+        ["spec.quantization.secondInput=Recorded", "spec.quantization.targets=[KVCache]"],
+        "spec.quantization.secondInput",
+        "add RoutedExperts",
+    ),
+    (
+        ["spec.quantization.format=MXFP4", "spec.quantization.tensorScale=PerToken"],
+        "spec.quantization.tensorScale",
+        "MXFP4 has no tensor scale; write Fixed",
+    ),
+    (["spec.method={name: QAT, trace: {}}"], "spec.method.trace", "remove it, or write method.name: TRACE"),
+    (["spec.method.trace={codeBits: 0, scaleBits: 0}"], "spec.method.trace", "or method.name: QAT"),
+    (
+        ["spec.method.trace.layers.policy=Last"],
+        "spec.method.trace.layers.last",
+        "write the number of last layers",
+    ),
+    (["spec.method.trace.layers.last=2"], "spec.method.trace.layers.last", "write policy: Last"),
+    (["spec.method.trace.layers.policy=List"], "spec.method.trace.layers.indices", "counted from 0"),
+    (["spec.method.trace.layers.indices=[1]"], "spec.method.trace.layers.indices", "write policy: List"),
+    (
+        ["spec.method.trace.layers={policy: List, indices: [1, 1]}"],
+        "spec.method.trace.layers.indices",
+        "write each index once",
+    ),
+    (
+        ["spec.method.trace.layers={policy: Last, last: 5}"],
+        "spec.method.trace.layers.last",
+        "the model has 4 layers; write at most 4",
+    ),
+    (
+        ["spec.method.trace.layers={policy: List, indices: [0, 4]}"],
+        "spec.method.trace.layers.indices[1]",
+        "write at most 3",
+    ),
+    (["spec.method.name=BF16", "spec.records.auditEvery=4"], "spec.records.auditEvery", "write 0"),
+    (["spec.method.name=QAT", "spec.observe.baselineEvery=4"], "spec.observe.baselineEvery", "write 0"),
+    # machines
+    (
+        ["spec.rollout={engine: SGLang, numerics: Native}"],
+        "spec.rollout.numerics",
+        "the rollout has no GPU; write Emulated",
+    ),
+    (["spec.rollout.engineArgs={mem: 1}"], "spec.rollout.engineArgs", "remove them"),
+    (["spec.trainer.engineArgs={mem: 1}"], "spec.trainer.engineArgs", "remove them"),
+    (["spec.rollout={nodes: 3, nodesPerReplica: 2}"], "spec.rollout.nodes", "write a multiple of 2"),
+    (
+        ["spec.rollout={gpusPerNode: 2, nodes: 2, nodesPerReplica: 2, parallelism: {tensor: 2}}"],
+        "spec.rollout.parallelism",
+        "a replica has 4 GPUs; write for example tensor: 4",
+    ),
+    (
+        ["spec.rollout={gpusPerNode: 4, parallelism: {tensor: 4, expert: 3}}"],
+        "spec.rollout.parallelism.expert",
+        "write a divisor of 4",
+    ),
+    (
+        ["spec.trainer={gpusPerNode: 4, parallelism: {tensor: 2, data: 4}}"],
+        "spec.trainer.parallelism",
+        "= 8 ranks for 4 GPUs; write for example data: 2",
+    ),
+    (
+        ["spec.trainer={gpusPerNode: 4, parallelism: {pipeline: 2, data: 2, expert: 4}}"],
+        "spec.trainer.parallelism.expert",
+        "write a divisor of 2",
+    ),
+    (
+        ["spec.rollout.parallelism.expert=16"],
+        "spec.rollout.parallelism.expert",
+        "the model's 8 experts; write a divisor of 8",
+    ),
+    (["spec.trainer.nodes=2"], "spec.trainer.nodes", "write 1, or placement.colocation: None"),
+    (
+        ["spec.rollout={gpusPerNode: 4, parallelism: {tensor: 4}}"],
+        "spec.trainer.gpusPerNode",
+        "2+2, 3+1 or 1+3, or write placement.colocation: None",
+    ),
+    (
+        ["spec.trainer={gpusPerNode: 4, parallelism: {data: 4}}"],
+        "spec.rollout.gpusPerNode",
+        "2+2, 3+1 or 1+3",
+    ),
+    (
+        [
+            "spec.placement.fabric=ComputeDomain",
+            "spec.rollout={gpusPerNode: 3, parallelism: {tensor: 3}}",
+            "spec.trainer={gpusPerNode: 2, parallelism: {data: 2}}",
+        ],
+        "spec.trainer.gpusPerNode",
+        "5 together, but a node has 4 GPUs; split them 2+2, 3+1 or 1+3",
+    ),
+    (
+        ["spec.placement={fabric: ComputeDomain, colocation: None}", "spec.rollout={gpusPerNode: 8}"],
+        "spec.rollout.gpusPerNode",
+        "write at most 4",
+    ),
+    (
+        ["spec.trainer.resources.limits={nvidia.com/gpu: 4}"],
+        "spec.trainer.resources.limits",
+        "write spec.trainer.gpusPerNode",
+    ),
+    (
+        ["spec.rollout.template={spec: {activeDeadlineSeconds: 5}}"],
+        "spec.rollout.template.spec.activeDeadlineSeconds",
+        "write spec.activeDeadlineSeconds",
+    ),
+    (
+        ["spec.trainer.template={ttlSecondsAfterFinished: 5}"],
+        "spec.trainer.template.ttlSecondsAfterFinished",
+        "write spec.ttlSecondsAfterFinished",
+    ),
+    (
+        ["spec.trainer.template={containers: []}"],
+        "spec.trainer.template.containers",
+        "write metadata or spec",
+    ),
+    (
+        ["spec.placement.topology={required: a, preferred: b}"],
+        "spec.placement.topology",
+        "remove one of them",
+    ),
+    (
+        ["spec.trainer={weightSync: Disk, nodes: 2}", "spec.rollout.nodes=2"],
+        "spec.trainer.weightSync",
+        "output.uri: pvc://CLAIM/PATH",
+    ),
+    (["spec.output.uri=runs"], "spec.output.uri", "write pvc://CLAIM/PATH"),
+    # transport
+    (
+        ["spec.transport={ring: {size: 2Gi}}", "spec.rollout.resources.limits.memory=1Gi"],
+        "spec.transport.ring.size",
+        "write at most 1Gi, or raise the limit",
+    ),
+    (["spec.transport.spill=ObjectStore"], "spec.transport.spill", "write Never, or onlyObject: false"),
+    (["spec.transport.spillPath=/nvme"], "spec.transport.spillPath", "there is no ring to spill"),
+    (["spec.transport.object.uri=bucket"], "spec.transport.object.uri", "write s3://BUCKET/PREFIX"),
+    (["spec.transport.object.secretName=s3"], "spec.transport.object.secretName", "write uri: s3://"),
+    (
+        ["spec.transport.object={uri: 'file:///r', endpointUrl: 'http://minio'}"],
+        "spec.transport.object.endpointUrl",
+        "is for S3",
+    ),
+    (["spec.managedBy=kueue"], "spec.managedBy", "kueue.x-k8s.io/multikueue"),
+    # what this version does not run
+    (["spec.rollout.engine=SGLang"], "spec.rollout.engine", "this version does not run"),
+    (["spec.trainer.engine=Verl"], "spec.trainer.engine", "write Reference"),
+    (["spec.quantization.format=MXFP4"], "spec.quantization.format", "write NVFP4"),
+    (["spec.quantization.tensorScale=PerToken"], "spec.quantization.tensorScale", "write Fixed"),
+    (["spec.transport.onlyObject=false"], "spec.transport.onlyObject", "write true"),
+    (["spec.rollout.nodes=2", "spec.trainer.nodes=2"], "spec.trainer.nodes", "on one machine); write 1"),
+    (["spec.trainer.parallelism.data=2"], "spec.trainer.parallelism.data", "write 1"),
+    (
+        ["spec.transport.object={uri: 's3://b', endpointUrl: 'http://minio'}"],
+        "spec.transport.object.endpointUrl",
+        "AWS_ENDPOINT_URL",
+    ),
+    (["spec.trainer.parallelism.context=2"], "spec.trainer.parallelism.context", "write 1"),
+    (["spec.rollout.parallelism.data=2"], "spec.rollout.parallelism.data", "write 1"),
+    (["spec.observe.baselineEvery=2"], "spec.observe.baselineEvery", "write 0"),
+    (["spec.model.uri=hf://Qwen/Qwen3-30B-A3B"], "spec.model.uri", "write builtin://NAME, or file:///PATH"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "path", "fragment"), BAD, ids=lambda value: str(value)[:60])
+def test_fault(manifest: dict[str, Any], overrides: list[str], path: str, fragment: str) -> None:
+    faults = check(apply_overrides(manifest, overrides))
+    assert path in by_path(faults), faults
+    assert any(f.path == path and fragment in f"{f.problem}; {f.remedy}" for f in faults), faults
+    assert all(fault.remedy for fault in faults)
+
+
+ON_A_MACHINE = [
+    (["spec.suspend=true"], "spec.suspend", "write false"),
+    (["spec.model.uri=pvc://models/qwen"], "spec.model.uri", "write file:///PATH"),
+    (
+        ["spec.task={uri: 'a', reward: 'm:f', source: {configMap: r}}"],
+        "spec.task.source.configMap",
+        "write spec.task.source.uri",
+    ),
+    (
+        ["spec.rollout={gpusPerNode: 2, parallelism: {tensor: 2}}", "spec.placement.colocation=None"],
+        "spec.rollout.gpusPerNode",
+        "this machine has 0",
+    ),
+    (["spec.transport.onlyObject=false"], "spec.transport.ring.size", "write at most 64Mi"),
+]
+
+
+def test_every_rule_is_broken_by_some_manifest(manifest: dict[str, Any]) -> None:
+    """No rule is dead: each finds a fault in one of the manifests above."""
+    machine = Machine(gpus=0, shared_memory=64 * 2**20)
+    odd = ModelShape.uniform(
+        4,
+        hidden=40,
+        heads=2,
+        kv_heads=2,
+        head_dim=20,
+        experts=8,
+        top_k=2,
+        expert_hidden=24,
+        vocab=64,
+        context=128,
+    ).model_copy(update={"moe_layers": (0, 1)})
+    broken = set()
+    for overrides, _, _ in [*BAD, *ON_A_MACHINE]:
+        try:
+            job = TraceRLJob.model_validate(apply_overrides(manifest, overrides))
+        except ValidationError:
+            continue
+        facts = Facts(job.spec, odd, machine)
+        broken |= {rule.name for rule in (*RULES, *SUPPORT_RULES) if list(rule.check(facts))}
+    assert {rule.name for rule in (*RULES, *SUPPORT_RULES)} == broken
+
+
+@pytest.mark.parametrize(("overrides", "path", "fragment"), ON_A_MACHINE, ids=lambda value: str(value)[:60])
+def test_fault_of_this_machine(
+    manifest: dict[str, Any], overrides: list[str], path: str, fragment: str
+) -> None:
+    document = apply_overrides(manifest, overrides)
+    found = check(document, machine=Machine(gpus=0, shared_memory=64 * 2**20))
+    assert any(f.path == path and fragment in f"{f.problem}; {f.remedy}" for f in found), found
+    elsewhere = check(document)
+    assert not any(f.path == path and fragment in f"{f.problem}; {f.remedy}" for f in elsewhere), elsewhere
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["spec.rollout={gpusPerNode: 3, parallelism: {tensor: 3}}", "spec.trainer.gpusPerNode=1"],
+        [
+            "spec.rollout={gpusPerNode: 4, parallelism: {tensor: 2, data: 2, expert: 4}}",
+            "spec.placement.colocation=None",
+        ],
+        ["spec.rollout={engine: SGLang, numerics: Emulated}"],
+        ["spec.transport={ring: {size: 1Gi}}", "spec.rollout.resources.limits.memory=1Gi"],
+        ["spec.rollout.template={metadata: {labels: {a: b}}, spec: {tolerations: [{operator: Exists}]}}"],
+        ["spec.transport={onlyObject: true, object: {uri: 's3://b/p', secretName: s3}}"],
+        ["spec.task={uri: 's3://b/t.jsonl', reward: 'my.mod:score'}"],
+        ["spec.method.trace.layers={policy: List, indices: [3, 0]}"],
+        ["spec.method.trace={codeBits: 0, scaleBits: 8}"],
+        ["spec.quantization.secondInput=Recorded"],
+        ["spec.algorithm.maxVersionDiff=0"],
+        ["spec.trainer={weightSync: Disk, nodes: 2}", "spec.rollout.nodes=2", "spec.output.uri=pvc://runs/a"],
+        ["spec.method.trace.driftBand=0.5"],
+    ],
+    ids=str,
+)
+def test_what_the_resource_allows(manifest: dict[str, Any], overrides: list[str]) -> None:
+    """Nothing but what this version does not run yet is said about these."""
+    now = {path for rule in SUPPORT_RULES for path in rule.fields}
+    faults = check(apply_overrides(manifest, overrides))
+    assert [fault for fault in faults if "this version" not in fault.problem or fault.path not in now] == []
+
+
+def test_all_faults_come_at_once(manifest: dict[str, Any]) -> None:
+    """Mistakes of spelling, type and rule together, and no rule speaks about a value that did not parse."""
+    spec = manifest["spec"]
+    spec["algorithm"] = {"steps": "3", "promptsPerStep": 5, "samplesPerPromt": 8, "miniBatches": 3}
+    spec["learningRate"] = 0.1
+    spec["quantization"] = {"targets": ["KV"], "secondInput": "Recorded"}
+    spec["method"] = {"name": "TRACE", "trace": {"layers": {"policy": "Last"}}}
+    spec["transport"] = {"onlyObjct": True}
+    found = by_path(check(manifest))
+    assert set(found) == {
+        "spec.algorithm.steps",
+        "spec.algorithm.samplesPerPrompt",
+        "spec.algorithm.samplesPerPromt",
+        "spec.learningRate",
+        "spec.quantization.targets[0]",
+        "spec.method.trace.layers.last",
+        "spec.transport.onlyObjct",
+    }
+    assert "did you mean samplesPerPrompt?" in found["spec.algorithm.samplesPerPromt"]
+    assert "spec.trainer.optimizer.learningRate" in found["spec.learningRate"]
+
+
+def test_names_in_snake_case_are_refused_with_their_name(manifest: dict[str, Any]) -> None:
+    manifest["spec"]["rollout"] = {"gpus_per_node": 0}
+    assert "did you mean gpusPerNode?" in by_path(check(manifest))["spec.rollout.gpus_per_node"]
+
+
+@pytest.mark.parametrize("key", ["apiVersion", "kind", "metadata", "spec"])
+def test_missing_top_level_key(manifest: dict[str, Any], key: str) -> None:
+    del manifest[key]
+    faults = check(manifest)
+    assert [fault.path for fault in faults] == [key]
+    assert f"add {key}" in faults[0].remedy
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        (10**30, "is beyond 64 bits"),
+        (float("inf"), "is inf"),
+        (float("nan"), "is nan"),
+        (b"x", "is a bytes"),
+        ({1}, "is a set"),
+        ("\ud800", "surrogate"),
+        ({1: 2}, "has the key 1, not text"),
+        ({"\ud800": 2}, "has a key that holds half of a surrogate pair"),
+    ],
+)
+def test_values_that_json_has_not(manifest: dict[str, Any], value: object, problem: str) -> None:
+    manifest["spec"]["task"]["parameters"] = {"a": [value]}
+    (fault,) = check(manifest)
+    assert fault.path == "spec.task.parameters.a[0]"
+    assert problem in fault.problem
+
+
+def test_documents_without_bound(manifest: dict[str, Any]) -> None:
+    """YAML aliases make cycles and bombs out of a few lines."""
+    cycle: list[object] = []
+    cycle.append(cycle)
+    bomb: object = "x"
+    for _ in range(30):
+        bomb = [bomb, bomb]
+    for value in (cycle, bomb):
+        manifest["spec"]["task"]["parameters"] = {"a": value}
+        assert len(check(manifest)) == 1
+
+
+@pytest.mark.parametrize("document", [None, [], "job", 3, {}])
+def test_documents_that_are_no_job(document: object) -> None:
+    assert check(document)
+
+
+def test_status_is_not_read(manifest: dict[str, Any]) -> None:
+    manifest["status"] = {"unknown": 1}
+    assert check(manifest) == []
+
+
+def test_model_directory(manifest: dict[str, Any], tmp_path: Path) -> None:
+    """Rules read the model's own config.json: 32 divides neither 48 nor 16, 16 does not divide 24."""
+    config = BUILTIN_MODELS["tiny-moe"].to_hf_config()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    manifest["spec"]["model"]["uri"] = f"file://{tmp_path}"
+    assert check(manifest) == []
+
+    manifest["spec"]["quantization"] = {"format": "MXFP4"}
+    divided = [fault.problem for fault in check(manifest) if "does not divide" in fault.problem]
+    assert [problem.split("model's ")[1] for problem in divided] == [
+        "expert hidden size 48",
+        "head dimension 16",
+    ]
+
+    manifest["spec"]["quantization"] = {"targets": ["RoutedExperts"]}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "moe_intermediate_size": 24}))
+    assert (
+        "does not divide the model's expert hidden size 24"
+        in by_path(check(manifest))["spec.quantization.format"]
+    )
+    manifest["spec"]["method"] = {"name": "BF16"}
+    assert check(manifest) == []
+
+    (tmp_path / "config.json").write_text(json.dumps({**config, "mlp_only_layers": [0]}))
+    assert "1 dense layers" in by_path(check(manifest))["spec.model.uri"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{", "\x00\xff", "[" * 100_000, '{"model_type": "llama"}', '{"model_type": "qwen3_moe"}'],
+)
+def test_model_directory_with_a_wrong_config(manifest: dict[str, Any], tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    manifest["spec"]["model"]["uri"] = f"file://{tmp_path}"
+    (fault,) = check(manifest)
+    assert fault.path == "spec.model.uri"
+    assert fault.problem
+    assert fault.remedy
+
+
+def test_load_job_lists_all_faults(manifest: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(json.dumps(manifest))
+    assert load_job(path, ["spec.algorithm.steps=7"]).spec.algorithm.steps == 7
+    with pytest.raises(InputError) as error:
+        load_job(path, ["spec.algorithm.steps=0", "spec.algorithm.samplesPerPrompt=1"])
+    assert str(error.value).startswith(
+        f"{path} is not a job that can run, 2 faults:\n  spec.algorithm.steps: is 0;"
+    )
+    assert len(error.value.faults) == 2
