@@ -1,0 +1,43 @@
+"""FP4 numerics: element casts, block scaling, guided rounding, and the bits that records are made of."""
+
+from tracerl.api.job import RoundingOrder as Order
+from tracerl.numerics.bits import pack_bits, unpack_bits
+from tracerl.numerics.blocks import (
+    MXFP4,
+    NVFP4,
+    BlockFormat,
+    NonFiniteError,
+    Quantized,
+    TensorScale,
+    dequantize,
+    quantize,
+)
+from tracerl.numerics.elements import E2M1, E4M3, E8M0, ElementFormat
+from tracerl.numerics.guidance import Guide, guided_quantize, rebuild_scales
+from tracerl.numerics.mismatch import Mismatch, compare
+from tracerl.numerics.straight_through import fake_quantize, guided_fake_quantize
+
+__all__ = [
+    "E2M1",
+    "E4M3",
+    "E8M0",
+    "MXFP4",
+    "NVFP4",
+    "BlockFormat",
+    "ElementFormat",
+    "Guide",
+    "Mismatch",
+    "NonFiniteError",
+    "Order",
+    "Quantized",
+    "TensorScale",
+    "compare",
+    "dequantize",
+    "fake_quantize",
+    "guided_fake_quantize",
+    "guided_quantize",
+    "pack_bits",
+    "quantize",
+    "rebuild_scales",
+    "unpack_bits",
+]

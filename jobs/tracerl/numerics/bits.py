@@ -1,0 +1,104 @@
+"""Packing of the low bits of codes, a word of values at a time.
+
+Value i of a row occupies bits i*bits to i*bits + bits-1 of the row's little-endian bit string: at one bit,
+value 0 is the lowest bit of byte 0; at four bits, even values are low nibbles. Rows are padded with zeros to
+whole bytes.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import product
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+WIDTHS = (0, 1, 2, 3, 4, 8)
+
+
+def packed_size(n: int, bits: int) -> int:
+    """Give the bytes of a row of n packed values."""
+    return -(-n * bits // 8)
+
+
+def pack_bits(values: Tensor, bits: int) -> Tensor:
+    """Pack the low bits of each value.
+
+    Args:
+        values: u8 [..., n]; bits above the lowest `bits` are dropped.
+        bits: 0, 1, 2, 3, 4 or 8.
+
+    Returns:
+        u8 [..., ceil(n * bits / 8)].
+    """
+    _check(values, bits)
+    n = values.shape[-1]
+    if bits in (0, 8) or values.numel() == 0:
+        return values[..., : packed_size(n, bits)]
+    values = pad(values, (0, -n % 8)) if n % 8 else values.contiguous()
+    words = (values.clone() if values.storage_offset() % 8 else values).view(torch.int64) & _fields(1, bits)
+    # Neighbours move together, twice as far each time: from 8 fields of `bits` bits to one of 8 * bits.
+    for lanes in (1, 2, 4):
+        words.bitwise_or_(words >> lanes * (8 - bits)).bitwise_and_(_fields(2 * lanes, bits))
+    packed = words.view(torch.uint8).view(*words.shape, 8)[..., :bits].flatten(-2)
+    return packed[..., : packed_size(n, bits)]
+
+
+def unpack_bits(packed: Tensor, bits: int, n: int) -> Tensor:
+    """Undo `pack_bits`.
+
+    Args:
+        packed: u8 [..., ceil(n * bits / 8)].
+        bits: 0, 1, 2, 3, 4 or 8.
+        n: values of a row.
+
+    Returns:
+        u8 [..., n], values below 2^bits; zeros at 0 bits.
+
+    Raises:
+        ValueError: `packed` has another number of bytes a row.
+    """
+    _check(packed, bits)
+    if packed.shape[-1] != packed_size(n, bits):
+        raise ValueError(
+            f"{n} values of {bits} bits are {packed_size(n, bits)} bytes a row; {packed.shape[-1]} were given"
+        )
+    if bits == 8:
+        return packed
+    if bits == 0 or packed.numel() == 0:
+        return packed.new_zeros(*packed.shape[:-1], n)
+    together, _ = _UNITS[bits]
+    if together > 1:
+        packed = pad(packed, (0, -packed.shape[-1] % together))
+    index = packed.int().reshape(*packed.shape[:-1], packed.shape[-1] // together, together)
+    if together > 1:
+        index += 256 * torch.arange(together, dtype=torch.int32, device=packed.device)
+    words = _words_by_byte(bits, packed.device).index_select(0, index.flatten()).view(index.shape)
+    word = words.sum(-1) if together > 1 else words.squeeze(-1)  # of disjoint bits
+    return word.view(torch.uint8)[..., :n]
+
+
+_UNITS = {1: (1, torch.int64), 2: (1, torch.int32), 3: (3, torch.int64), 4: (1, torch.int16)}
+"""By width: bytes that hold whole values, and the word that holds these values one a byte."""
+
+
+@cache
+def _words_by_byte(bits: int, device: torch.device) -> Tensor:
+    """Give what byte j of a unit adds to the unit's word when its value is v, at index 256 j + v."""
+    together, dtype = _UNITS[bits]
+    words = [0] * (256 * together)
+    for j, v, bit in product(range(together), range(256), range(8)):
+        value, place = divmod(8 * j + bit, bits)
+        words[256 * j + v] |= (v >> bit & 1) << (8 * value + place)
+    return torch.tensor(words, dtype=dtype, device=device)
+
+
+def _fields(lanes: int, bits: int) -> int:
+    """Give the mask of the low `lanes * bits` bits of every `lanes` bytes of a word."""
+    return sum(((1 << lanes * bits) - 1) << start for start in range(0, 64, 8 * lanes))
+
+
+def _check(values: Tensor, bits: int) -> None:
+    if values.dtype != torch.uint8 or bits not in WIDTHS:
+        raise ValueError(f"{values.dtype} cannot be packed to {bits} bits; give uint8 and one of {WIDTHS}")
