@@ -1,0 +1,1 @@
+"""What the rollout recorded: site table, packing, frames, and pairing by (trajectory, token, site)."""

@@ -1,0 +1,442 @@
+"""Record frames: bytes of one contiguous row range of one part of a trajectory (or a cached prefix).
+
+The format is specified in ``docs/reference/record-format.md``; this module writes it and reads it, and
+nothing else knows about bytes. Every length is checked before it is used, so that bytes of any origin give a
+frame or a `FrameError`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from tracerl.api.errors import TraceRLError
+from tracerl.api.frames import FrameKey
+from tracerl.records.sites import SiteSlice, SiteTable
+
+MAGIC = b"TRACEREC"
+FORMAT_VERSION = 1
+FLAG_AUDIT = 1
+FLAG_PREFIX = 2
+_FIXED = struct.Struct("<8sHHIQIIIIIIIIQ32sHHHH")
+_SECTION = struct.Struct("<IHHQQQfI")
+_ZERO_BLOCK_BYTES = 12
+_HASH_BYTES = 8
+_STRING_ALIGNMENT = 8
+_SECTION_ALIGNMENT = 16
+_MAX_U16 = 2**16 - 1
+_MAX_I32 = 2**31 - 1
+
+Reason = Literal["checksum", "version", "site_table", "shape", "run"]
+Buffer = bytes | bytearray | memoryview
+
+
+class FrameError(TraceRLError):
+    """Bytes that are not the frame that is wanted.
+
+    `reason`: ``checksum`` (damaged, truncated or no frame at all), ``version`` (unknown format version),
+    ``site_table`` (another table), ``shape`` (intact, but not the layout that the format or the table
+    prescribes), ``run`` (another job, run or trajectory).
+    """
+
+    def __init__(self, reason: Reason, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class FrameHeader:
+    """Identity of a frame, given by its writer.
+
+    Rows row_start..row_stop-1 (tokens counted from the start of the trajectory) of part `part` of `parts`,
+    computed under policy `version`, recorded by the table of `table_digest` (64 hex digits). Exactly one of
+    `trajectory` and `prefix` is set; a prefix is named ``<rollout instance>/<cache-fill id>``.
+    """
+
+    job_uid: str
+    run_id: str
+    trajectory: str
+    part: int
+    parts: int
+    row_start: int
+    row_stop: int
+    version: int
+    table_digest: str
+    prefix: str | None = None
+    audit: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Rows in the frame."""
+        return self.row_stop - self.row_start
+
+    @property
+    def key(self) -> FrameKey:
+        """Key under which a transport stores the frame; a prefix stands in for the trajectory."""
+        return FrameKey(
+            job_uid=self.job_uid,
+            run_id=self.run_id,
+            trajectory=self.trajectory if self.prefix is None else self.prefix,
+            part=self.part,
+            parts=self.parts,
+            row_start=self.row_start,
+            row_stop=self.row_stop,
+            version=self.version,
+        )
+
+
+class Section(NamedTuple):
+    """One section: groups of one site for all rows; `offset` and `length` in bytes from the frame's start."""
+
+    slice: SiteSlice
+    offset: int
+    length: int
+    xxh3: int
+    tensor_scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class FrameInfo:
+    """A verified header: identity, sections, and where everything is."""
+
+    header: FrameHeader
+    sections: tuple[Section, ...]
+    header_bytes: int
+    zero_blocks: int
+    zero_blocks_xxh3: int
+    length: int
+
+    @property
+    def slices(self) -> tuple[SiteSlice, ...]:
+        """What the sections hold."""
+        return tuple(section.slice for section in self.sections)
+
+    @property
+    def preamble_bytes(self) -> int:
+        """Bytes of header and zero-block list: what a ranged reader fetches before any section."""
+        return self.header_bytes + self.zero_blocks * _ZERO_BLOCK_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A verified frame. `payloads[i]` is uint8 [rows, bytes a row] of `info.sections[i]`, a view.
+
+    `zero_blocks` int64 [m, 3]: (row within the frame, site index, block within the site), sorted.
+    """
+
+    info: FrameInfo
+    payloads: tuple[NDArray[np.uint8], ...]
+    zero_blocks: NDArray[np.int64]
+
+    @property
+    def header(self) -> FrameHeader:
+        """Identity of the frame."""
+        return self.info.header
+
+
+def _align(offset: int, alignment: int) -> int:
+    return -(-offset // alignment) * alignment
+
+
+def encode_frame(
+    header: FrameHeader,
+    table: SiteTable,
+    rows: NDArray[np.uint8],
+    zero_blocks: NDArray[np.int64] | None = None,
+    *,
+    slices: Sequence[SiteSlice] | None = None,
+    tensor_scales: Mapping[int, float] | None = None,
+) -> bytes:
+    """Write a frame.
+
+    rows uint8 [n, bytes a row]: the slices' rows side by side (by default all sites of the table), n =
+    header.rows >= 1. zero_blocks int64 [m, 3]: (row within `rows`, site index, block within the site), any
+    order. tensor_scales: the float32 scale of each PerVersion site by site index. ValueError when the
+    arguments contradict each other: that is a fault of the caller.
+    """
+    chosen = table.select() if slices is None else tuple(slices)
+    scales = dict(tensor_scales or {})
+    _check_header(header, table)
+    layout = table.layout(chosen)
+    widths = layout.widths
+    if rows.dtype != np.uint8 or rows.shape != (header.rows, sum(widths)):
+        raise ValueError(f"rows must be uint8 [{header.rows}, {sum(widths)}], not {rows.dtype} {rows.shape}")
+    exceptions = _zero_block_bytes(zero_blocks, header.rows, chosen, table)
+
+    subject = header.trajectory if header.prefix is None else header.prefix
+    strings = [text.encode("utf-8") for text in (header.job_uid, header.run_id, subject)]
+    names = b"".join(strings)
+    names += bytes(_align(len(names), _STRING_ALIGNMENT) - len(names))
+    header_bytes = _FIXED.size + len(names) + _SECTION.size * len(chosen) + _HASH_BYTES
+
+    offset = header_bytes + len(exceptions)
+    entries, body, column = [], [exceptions], 0
+    for piece, width, fixed_scale in zip(chosen, widths, layout.tensor_scales, strict=True):
+        body.append(bytes(_align(offset, _SECTION_ALIGNMENT) - offset))
+        offset = _align(offset, _SECTION_ALIGNMENT)
+        payload = rows[:, column : column + width].tobytes()
+        digest = xxhash.xxh3_64_intdigest(payload)
+        scale = _section_scale(table.sites[piece.site].name, fixed_scale, scales.get(piece.site))
+        entries.append(
+            _SECTION.pack(piece.site, piece.start, piece.stop, offset, len(payload), digest, scale, 0)
+        )
+        body.append(payload)
+        offset += len(payload)
+        column += width
+
+    fixed = _FIXED.pack(
+        MAGIC,
+        FORMAT_VERSION,
+        (FLAG_AUDIT if header.audit else 0) | (FLAG_PREFIX if header.prefix is not None else 0),
+        header_bytes,
+        offset,
+        header.part,
+        header.parts,
+        header.row_start,
+        header.row_stop,
+        header.version,
+        len(chosen),
+        len(exceptions) // _ZERO_BLOCK_BYTES,
+        0,
+        xxhash.xxh3_64_intdigest(exceptions),
+        bytes.fromhex(header.table_digest),
+        *(len(text) for text in strings),
+        0,
+    )
+    head = fixed + names + b"".join(entries)
+    return b"".join((head, struct.pack("<Q", xxhash.xxh3_64_intdigest(head)), *body))
+
+
+def _check_header(header: FrameHeader, table: SiteTable) -> None:
+    if header.table_digest != table.digest:
+        raise ValueError("header.table_digest is not the digest of the table")
+    if header.audit != table.audit:
+        raise ValueError("an audit frame takes an audit table, and only that")
+    if not 0 <= header.part < header.parts <= _MAX_I32:
+        raise ValueError(f"part {header.part} of {header.parts} does not exist")
+    if not 0 <= header.row_start < header.row_stop <= _MAX_I32:
+        raise ValueError(f"rows {header.row_start}..{header.row_stop} are not a range")
+    if not 0 <= header.version <= _MAX_I32:
+        raise ValueError(f"version {header.version} is not in 0..{_MAX_I32}")
+    if (header.prefix is None) != bool(header.trajectory):
+        raise ValueError("a frame belongs either to a trajectory or to a prefix")
+    for text in (header.job_uid, header.run_id, header.trajectory or header.prefix or ""):
+        if not 1 <= len(text.encode("utf-8")) <= _MAX_U16:
+            raise ValueError("job UID, run id and trajectory or prefix id take 1 to 65535 bytes each")
+
+
+def _section_scale(name: str, fixed: float | None, given: float | None) -> float:
+    if fixed is not None:
+        if given is not None:
+            raise ValueError(f"{name} has no tensor scale a version")
+        return fixed
+    if given is None or not 0 < given < float("inf"):
+        raise ValueError(f"{name} needs its tensor scale, a positive number")
+    return given
+
+
+def _zero_block_bytes(
+    zero_blocks: NDArray[np.int64] | None, rows: int, slices: Sequence[SiteSlice], table: SiteTable
+) -> bytes:
+    if zero_blocks is None or not len(zero_blocks):
+        return b""
+    unique = np.unique(zero_blocks, axis=0)
+    if not _zero_blocks_fit(unique, rows, slices, table):
+        raise ValueError("a zero block is outside the rows or sections of the frame")
+    return unique.astype("<u4").tobytes()
+
+
+def _zero_blocks_fit(
+    zero_blocks: NDArray[np.int64], rows: int, slices: Sequence[SiteSlice], table: SiteTable
+) -> bool:
+    low = np.zeros(len(table.sites), dtype=np.int64)
+    high = np.zeros(len(table.sites), dtype=np.int64)
+    for piece in slices:
+        site = table.sites[piece.site]
+        a_group = site.blocks // site.groups
+        low[piece.site], high[piece.site] = a_group * piece.start, a_group * piece.stop
+    row, index, block = zero_blocks.T
+    if not bool(((row >= 0) & (row < rows) & (index >= 0) & (index < len(table.sites))).all()):
+        return False
+    return bool(((block >= low[index]) & (block < high[index])).all())
+
+
+def read_header(buffer: Buffer) -> FrameInfo:
+    """Read and verify a frame's header; `buffer` may end anywhere after it.
+
+    Raises FrameError: ``checksum`` when the header is not whole and intact, ``version`` for an unknown format
+    version, ``shape`` when its fields contradict each other.
+    """
+    view = memoryview(buffer).cast("B")
+    if len(view) < _FIXED.size:
+        raise FrameError("checksum", f"the frame ends inside its header, after {len(view)} bytes")
+    (
+        magic,
+        format_version,
+        flags,
+        header_bytes,
+        length,
+        part,
+        parts,
+        row_start,
+        row_stop,
+        version,
+        section_count,
+        zero_blocks,
+        reserved,
+        zero_blocks_xxh3,
+        digest,
+        *sizes,
+        padding,
+    ) = _FIXED.unpack_from(view)
+    if magic != MAGIC:
+        raise FrameError("checksum", "the bytes do not start with a frame's magic")
+    if format_version != FORMAT_VERSION:
+        raise FrameError("version", f"format version {format_version}; this reader knows {FORMAT_VERSION}")
+    names_bytes = _align(sum(sizes), _STRING_ALIGNMENT)
+    if header_bytes != _FIXED.size + names_bytes + _SECTION.size * section_count + _HASH_BYTES:
+        raise FrameError("checksum", f"the header's length of {header_bytes} bytes is not that of its fields")
+    if len(view) < header_bytes:
+        raise FrameError("checksum", f"the frame ends inside its header, after {len(view)} bytes")
+    head = view[: header_bytes - _HASH_BYTES]
+    (stored,) = struct.unpack_from("<Q", view, header_bytes - _HASH_BYTES)
+    if xxhash.xxh3_64_intdigest(head) != stored:
+        raise FrameError("checksum", "the header's hash does not match")
+
+    if reserved or padding or flags & ~(FLAG_AUDIT | FLAG_PREFIX):
+        raise FrameError("shape", "a reserved field of the header is not 0")
+    if not part < parts <= _MAX_I32:
+        raise FrameError("shape", f"part {part} of {parts} does not exist")
+    if not row_start < row_stop <= _MAX_I32:
+        raise FrameError("shape", f"rows {row_start}..{row_stop} are not a range")
+    if version > _MAX_I32:
+        raise FrameError("shape", f"version {version} is above {_MAX_I32}")
+    if not section_count:
+        raise FrameError("shape", "the frame has no sections")
+    job_uid, run_id, subject = _strings(view[_FIXED.size : _FIXED.size + names_bytes], sizes)
+    header = FrameHeader(
+        job_uid=job_uid,
+        run_id=run_id,
+        trajectory="" if flags & FLAG_PREFIX else subject,
+        part=part,
+        parts=parts,
+        row_start=row_start,
+        row_stop=row_stop,
+        version=version,
+        table_digest=digest.hex(),
+        prefix=subject if flags & FLAG_PREFIX else None,
+        audit=bool(flags & FLAG_AUDIT),
+    )
+    sections = _sections(head[_FIXED.size + names_bytes :], row_stop - row_start)
+    offset = header_bytes + zero_blocks * _ZERO_BLOCK_BYTES
+    for section in sections:
+        offset = _align(offset, _SECTION_ALIGNMENT)
+        if section.offset != offset:
+            raise FrameError("shape", f"a section lies at byte {section.offset} instead of {offset}")
+        offset += section.length
+    if offset != length:
+        raise FrameError("shape", f"the frame's length is given as {length} instead of {offset} bytes")
+    return FrameInfo(header, sections, header_bytes, zero_blocks, zero_blocks_xxh3, length)
+
+
+def _strings(names: memoryview, sizes: Sequence[int]) -> list[str]:
+    if any(names[sum(sizes) :]):
+        raise FrameError("shape", "the padding after the names is not 0")
+    texts, start = [], 0
+    for size in sizes:
+        try:
+            texts.append(str(names[start : start + size], "utf-8"))
+        except UnicodeDecodeError:
+            raise FrameError("shape", "a name in the header is not UTF-8") from None
+        if not size:
+            raise FrameError("shape", "a name in the header is empty")
+        start += size
+    return texts
+
+
+def _sections(entries: memoryview, rows: int) -> tuple[Section, ...]:
+    sections: list[Section] = []
+    last = -1
+    for site, start, stop, offset, length, xxh3, scale, reserved in _SECTION.iter_unpack(entries):
+        if reserved or start >= stop or length % rows or not 0 <= scale < float("inf"):
+            raise FrameError("shape", f"section {len(sections)} contradicts itself")
+        if site <= last:
+            raise FrameError("shape", "sections are not in the order of their sites")
+        sections.append(Section(SiteSlice(site, start, stop), offset, length, xxh3, scale))
+        last = site
+    return tuple(sections)
+
+
+def check_table(info: FrameInfo, table: SiteTable) -> None:
+    """Check that a header fits a site table; FrameError ``site_table`` or ``shape`` when not."""
+    if (info.header.table_digest, info.header.audit) != (table.digest, table.audit):
+        raise FrameError("site_table", f"the frame's site table is {info.header.table_digest[:12]}…")
+    try:
+        layout = table.layout(info.slices)
+    except ValueError as error:
+        raise FrameError("shape", str(error)) from None
+    rows = info.header.rows
+    for section, width, scale in zip(info.sections, layout.widths, layout.tensor_scales, strict=True):
+        if section.length != rows * width:
+            raise FrameError("shape", f"{section.length} bytes are not {rows} rows of {width} bytes")
+        if section.tensor_scale != scale and (
+            scale is not None or not 0 < section.tensor_scale < float("inf")
+        ):
+            raise FrameError("shape", f"a section has a tensor scale of {section.tensor_scale}")
+
+
+def section_payload(info: FrameInfo, section: Section, data: Buffer) -> NDArray[np.uint8]:
+    """Verify one section fetched by its own (offset, length); returns uint8 [rows, bytes a row], a view."""
+    view = memoryview(data).cast("B")
+    if len(view) != section.length or xxhash.xxh3_64_intdigest(view) != section.xxh3:
+        raise FrameError("checksum", f"the section of site {section.slice.site} is damaged")
+    rows = info.header.rows
+    return np.frombuffer(view, dtype=np.uint8).reshape(rows, section.length // rows)
+
+
+def read_zero_blocks(info: FrameInfo, preamble: Buffer, table: SiteTable | None = None) -> NDArray[np.int64]:
+    """Verify and read the zero-block list int64 [m, 3]; `preamble` holds at least `preamble_bytes` bytes."""
+    data = memoryview(preamble).cast("B")[info.header_bytes : info.preamble_bytes]
+    if (
+        len(data) != info.zero_blocks * _ZERO_BLOCK_BYTES
+        or xxhash.xxh3_64_intdigest(data) != info.zero_blocks_xxh3
+    ):
+        raise FrameError("checksum", "the list of zero blocks is damaged")
+    if not info.zero_blocks:
+        return np.zeros((0, 3), np.int64)
+    found = np.frombuffer(data, dtype="<u4").reshape(-1, 3).astype(np.int64)
+    if len(found) > 1:
+        step = np.diff(found, axis=0)
+        first = np.take_along_axis(step, (step != 0).argmax(axis=1)[:, None], axis=1)
+        if not bool((first > 0).all()):
+            raise FrameError("shape", "the list of zero blocks is not sorted")
+    if table is not None and not _zero_blocks_fit(found, info.header.rows, info.slices, table):
+        raise FrameError("shape", "a zero block is outside the frame")
+    return found
+
+
+def decode_frame(buffer: Buffer, table: SiteTable | None = None) -> Frame:
+    """Read and verify a whole frame; with `table`, also that the frame was written under it.
+
+    Raises FrameError (see there) for any bytes that `encode_frame` would not have written.
+    """
+    view = memoryview(buffer).cast("B")
+    info = read_header(view)
+    if len(view) != info.length:
+        raise FrameError("checksum", f"the frame has {len(view)} of its {info.length} bytes")
+    if table is not None:
+        check_table(info, table)
+    zero_blocks = read_zero_blocks(info, view, table)
+    payloads, end = [], info.preamble_bytes
+    for section in info.sections:
+        if any(view[end : section.offset]):
+            raise FrameError("checksum", "the padding before a section is not 0")
+        end = section.offset + section.length
+        payloads.append(section_payload(info, section, view[section.offset : end]))
+    return Frame(info, tuple(payloads), zero_blocks)

@@ -1,0 +1,82 @@
+"""Rows of one site: quantised values or expert ids to packed bytes, and expert ids back."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tracerl.api.job import TensorScaleRule
+from tracerl.numerics import NVFP4, Quantized, pack_bits
+from tracerl.records.sites import Site, SiteKind, SiteTable
+
+
+def pack_rows(site: Site, quantized: Quantized) -> tuple[Tensor, Tensor]:
+    """Pack the rows of one site.
+
+    quantized: codes uint8 [n, dim] and scales uint8 [n, blocks]. Returns rows uint8 [n, row_bytes] and the
+    zero blocks int64 [m, 2] as (row, block), sorted: blocks whose scale code is 0, of which low bits say
+    nothing. ValueError when the shapes are not the site's.
+    """
+    codes, scales = quantized.codes, quantized.scales
+    n = codes.shape[0]
+    if codes.shape != (n, site.dim) or scales.shape != (n, site.blocks):
+        raise ValueError(
+            f"{site.name} takes codes [n, {site.dim}] and scales [n, {site.blocks}], "
+            f"not {list(codes.shape)} and {list(scales.shape)}"
+        )
+    rows = torch.empty((n, site.row_bytes), dtype=torch.uint8, device=codes.device)
+    stop = site.code_bytes + site.scale_bytes
+    rows[:, : site.code_bytes] = pack_bits(codes, site.code_bits)
+    rows[:, site.code_bytes : stop] = pack_bits(scales, site.scale_bits)
+    if stop < site.row_bytes:
+        scale = quantized.tensor_scale.value.float().expand(n, 1).contiguous()
+        rows[:, stop:] = scale.view(torch.uint8)
+    return rows, (scales == 0).nonzero()
+
+
+def pack_routes(site: Site, ids: Tensor) -> Tensor:
+    """Pack expert ids int [n, top_k] to uint8 [n, row_bytes]; ValueError for an id outside 0..experts-1."""
+    if ids.ndim != 2 or ids.shape[1] != site.dim:
+        raise ValueError(f"{site.name} takes expert ids [n, {site.dim}], not {list(ids.shape)}")
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < site.experts:
+        raise ValueError(f"{site.name} has expert ids outside 0..{site.experts - 1}")
+    low = (ids & 0xFF).to(torch.uint8)
+    if site.format == "U8":
+        return low
+    return torch.stack((low, (ids >> 8).to(torch.uint8)), dim=-1).flatten(-2)
+
+
+def unpack_routes(site: Site, rows: Tensor) -> Tensor:
+    """Unpack uint8 [..., row_bytes] to expert ids int64 [..., top_k]."""
+    if site.format == "U8":
+        return rows.long()
+    pairs = rows.long().reshape(*rows.shape[:-1], site.dim, 2)
+    return pairs[..., 0] | (pairs[..., 1] << 8)
+
+
+def impossible(table: SiteTable, rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    """Tell which sites of rows uint8 [n, table.row_bytes] no correct writer can have made: bool [n, sites].
+
+    An expert id must exist; a whole E4M3 scale is neither negative nor NaN; a row's tensor scale is a
+    positive number. A checksum says that bytes are as written, not that the writer was right.
+    """
+    wrong = np.zeros((len(rows), len(table.sites)), dtype=np.bool_)
+    for site, members in table.alike:
+        starts = np.array(table.columns)[list(members)]
+        if site.kind is SiteKind.ROUTES and site.experts < 2 ** (8 if site.format == "U8" else 16):
+            ids = _columns(rows, starts, site.row_bytes).view("u1" if site.format == "U8" else "<u2")
+            wrong[:, members] |= (ids >= site.experts).any(axis=2)
+        if site.scale_bits == 8 and site.format == NVFP4.name:
+            scales = _columns(rows, starts + site.code_bytes, site.scale_bytes)
+            wrong[:, members] |= (scales >= 0x7F).any(axis=2)
+        if site.tensor_scale == TensorScaleRule.PER_TOKEN:
+            value = _columns(rows, starts + site.row_bytes - 4, 4).view("<f4")[:, :, 0]
+            wrong[:, members] |= ~(np.isfinite(value) & (value > 0))
+    return wrong
+
+
+def _columns(rows: NDArray[np.uint8], starts: NDArray[np.intp], width: int) -> NDArray[np.uint8]:
+    """Copy bytes start..start+width-1 of every row for every start: [n, starts, width], contiguous."""
+    return np.take(rows, starts[:, None] + np.arange(width), axis=1)
