@@ -1,0 +1,1 @@
+"""How record frames travel from rollout to trainer: opaque bytes under location-independent handles."""
