@@ -1,0 +1,1 @@
+"""Adapters from the loop to the engines that train and generate."""

@@ -1,0 +1,185 @@
+"""Weights of the reference model: Hugging Face's names and files, and initial values from a seed.
+
+`hf_views` is the one place that knows how Hugging Face's tensors lie in the model's; reading, writing,
+exporting and receiving all go through the views it gives.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tracerl.api.errors import InputError
+from tracerl.api.job import Quantization
+from tracerl.api.model import ModelShape
+from tracerl.engines.reference.model import MoEModel
+from tracerl.engines.reference.quantised import quantise_experts
+from tracerl.methods import MethodPlan
+
+INDEX_FILE = "model.safetensors.index.json"
+WEIGHTS_FILE = "model.safetensors"
+
+
+def hf_views(shape: ModelShape, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Name every weight as Hugging Face does, with the view of `parameters` (`MoEModel`'s) that holds it."""
+    heads, groups, dim, width = shape.heads, shape.kv_heads, shape.head_dim, shape.expert_hidden
+    views = {"model.embed_tokens.weight": parameters["embedding"]}
+    for index in range(shape.layers):
+        ours, theirs = f"layers.{index}.", f"model.layers.{index}."
+        q, k, v = torch.split(parameters[ours + "qkv"], [heads * dim, groups * dim, groups * dim])
+        views |= {
+            theirs + "input_layernorm.weight": parameters[ours + "input_norm"],
+            theirs + "self_attn.q_proj.weight": q,
+            theirs + "self_attn.k_proj.weight": k,
+            theirs + "self_attn.v_proj.weight": v,
+            theirs + "self_attn.q_norm.weight": parameters[ours + "q_norm"],
+            theirs + "self_attn.k_norm.weight": parameters[ours + "k_norm"],
+            theirs + "self_attn.o_proj.weight": parameters[ours + "o"],
+            theirs + "post_attention_layernorm.weight": parameters[ours + "post_norm"],
+            theirs + "mlp.gate.weight": parameters[ours + "router"],
+        }
+        gate_up, down = parameters[ours + "gate_up"], parameters[ours + "down"]
+        for expert in range(shape.experts):
+            prefix = f"{theirs}mlp.experts.{expert}."
+            views[prefix + "gate_proj.weight"] = gate_up[expert, :width]
+            views[prefix + "up_proj.weight"] = gate_up[expert, width:]
+            views[prefix + "down_proj.weight"] = down[expert]
+    views["model.norm.weight"] = parameters["norm"]
+    if not shape.tie_embeddings:
+        views["lm_head.weight"] = parameters["head"]
+    return views
+
+
+@torch.no_grad()
+def initialise(shape: ModelShape, parameters: Mapping[str, Tensor], seed: int) -> None:
+    """Fill parameters from a seed: the same values on every machine, whatever dtype they are stored in.
+
+    Norms 1, embedding of unit variance, matrices of variance 1 / fan-in, and those that write to the residual
+    stream smaller by sqrt(2 * layers), so that its variance does not grow with depth.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, view in sorted(hf_views(shape, parameters).items()):
+        if view.ndim == 1:
+            view.fill_(1.0)
+            continue
+        deviation = 1.0 if name.startswith("model.embed") else 1 / math.sqrt(view.shape[1])
+        if "o_proj" in name or "down_proj" in name:
+            deviation /= math.sqrt(2 * shape.layers)
+        view.copy_(torch.randn(view.shape, generator=generator) * deviation)
+
+
+@torch.no_grad()
+def copy_weights(views: Mapping[str, Tensor], tensors: Mapping[str, Tensor], where: str) -> None:
+    """Copy named tensors into all of `views`: nothing left out, nothing left over, or nothing copied.
+
+    InputError names `where` and a tensor that is unknown, missing, of another shape, not of floating point or
+    not finite.
+    """
+    for name, tensor in tensors.items():
+        view = views.get(name)
+        if view is None:
+            raise InputError(
+                f"{where}: the model of this config.json has no tensor {name}; use the config.json and the "
+                "weights of one model"
+            )
+        if tensor.shape != view.shape:
+            raise InputError(
+                f"{where}: tensor {name} has shape {list(tensor.shape)}, but config.json asks for "
+                f"{list(view.shape)}; use the config.json and the weights of one model"
+            )
+        if not tensor.is_floating_point():
+            raise InputError(
+                f"{where}: tensor {name} holds {str(tensor.dtype).removeprefix('torch.')}, but the Reference "
+                "engine reads floating-point weights only; export the model unquantised"
+            )
+        if not bool(tensor.isfinite().all()):
+            raise InputError(
+                f"{where}: tensor {name} holds NaN or Inf; take weights from before that happened"
+            )
+    missing = [name for name in views if name not in tensors]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise InputError(f"{where}: tensor {missing[0]}{more} is missing; write all weights of the model")
+    for name, view in views.items():
+        view.copy_(tensors[name])
+
+
+class RolloutWeights:
+    """The weights of a rollout's model, replaced as a whole and quantised as its method says."""
+
+    def __init__(self, model: MoEModel, method: MethodPlan, quantization: Quantization) -> None:
+        self._model, self._method, self._quantization = model, method, quantization
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take weights by Hugging Face's names; after an InputError the model is as it was."""
+        views = hf_views(self._model.shape, dict(self._model.named_parameters()))
+        copy_weights(views, tensors, "the new weights")
+        quantise_experts(self._model, self._method.weights_rollout, self._quantization)
+
+
+def read_shape(directory: Path) -> ModelShape:
+    """Read config.json of a model directory; InputError when it is not there or not a model's."""
+    return ModelShape.from_hf_config(_read_json(directory / "config.json"))
+
+
+def read_tensors(directory: Path) -> dict[str, Tensor]:
+    """Read model.safetensors, or the shards that model.safetensors.index.json lists, by name.
+
+    InputError names the file that is not there, cut short or damaged.
+    """
+    index = directory / INDEX_FILE
+    paths = [directory / WEIGHTS_FILE]
+    if index.exists():
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+            raise InputError(f"{index} has no weight_map of tensor names to files; download the model again")
+        outside = next((f for f in weight_map.values() if Path(f).name != f), None)
+        if outside is not None:
+            raise InputError(f"{index} points outside its directory ({outside}); download the model again")
+        paths = [directory / file for file in sorted(set(weight_map.values()))]
+    tensors: dict[str, Tensor] = {}
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (not a mapping)
+                    tensors[name] = file.get_tensor(name)
+        except FileNotFoundError:
+            raise InputError(f"{path} is not there; name a directory that has it") from None
+        except (SafetensorError, OSError) as error:
+            raise InputError(
+                f"{path} cannot be read as safetensors ({error}); copy or download it again"
+            ) from None
+    return tensors
+
+
+def write_model(directory: Path, shape: ModelShape, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write config.json and model.safetensors, each whole or not at all; make the directory when needed."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = shape.to_hf_config()
+    named = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors}
+    config["dtype"] = str(next(iter(named.values())).dtype).removeprefix("torch.")
+    unfinished = directory / (WEIGHTS_FILE + ".tmp")
+    save_file(named, unfinished, metadata={"format": "pt"})
+    unfinished.replace(directory / WEIGHTS_FILE)
+    unfinished = directory / "config.json.tmp"
+    unfinished.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    unfinished.replace(directory / "config.json")
+
+
+def _read_json(path: Path) -> dict[str, object]:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path} is not there; name a directory that has it") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read as JSON ({error}); copy or download it again") from None
+    if not isinstance(document, dict):
+        raise InputError(f"{path} holds no JSON object; copy or download it again")
+    return document
