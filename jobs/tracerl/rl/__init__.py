@@ -1,0 +1,1 @@
+"""Reinforcement learning: tasks, GRPO, the ratio contract, checkpoints and the asynchronous loop."""

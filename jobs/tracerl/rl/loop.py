@@ -1,0 +1,369 @@
+"""The asynchronous loop, run by trainer rank 0: generate, train, push weights, report, checkpoint.
+
+Generation, records and HTTP live in the event loop; the engine computes in one thread of its own. Version v
+are the weights after v steps; step s (from 1) trains version s - 1 and makes version s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from tracerl.api.constants import Reason
+from tracerl.api.errors import InputError, JobError, TraceRLError
+from tracerl.api.resolved import ResolvedJob
+from tracerl.engines.base import TrainerEngine
+from tracerl.methods import plan
+from tracerl.records.sites import audit_table, site_table
+from tracerl.rl.account import StepContext, Totals, broken, count_records, expectations, step_record
+from tracerl.rl.checkpoint import Checkpoints
+from tracerl.rl.generation import Batches, Generator, encode_prompt
+from tracerl.rl.rollouts import Rollouts, open_rollouts
+from tracerl.rl.steprecord import EventRecord, FinishRecord, Records, StartRecord
+from tracerl.rl.tasks import Task, load_task
+from tracerl.rl.tokenizer import Tokenizer, load_tokenizer
+from tracerl.rl.train import Group, Learner, Timer
+from tracerl.rl.warmup import WarmupResult, warm_up
+from tracerl.transport.directory import DirectoryTransport
+
+T = TypeVar("T")
+
+
+class Log(Protocol):
+    """Where the loop reports; `tracerl.observe.RunLog` is one."""
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Take a record of `tracerl.rl.steprecord` as plain JSON values."""
+        ...
+
+    def progress(self, stage: str, done: int, total: int, **values: float) -> None:
+        """Take how far something that is not a step has come."""
+        ...
+
+    def sync(self) -> None:
+        """Return when everything written so far would survive a power cut."""
+        ...
+
+
+class LoopState(BaseModel):
+    """What a checkpoint holds beside the engine's tensors."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    job_uid: str
+    step: int = 0
+    next_group: int = 0
+    pending_groups: list[int] = []
+    """Asked for, with staleness Drop, but not trained on."""
+    run_ids: list[str] = []
+    restarts: int = 0
+    totals: Totals = Totals()
+
+
+async def run_loop(resolved: ResolvedJob, engine: TrainerEngine, log: Log) -> None:
+    """Run a job to its end, continuing from its newest whole checkpoint.
+
+    Call it from the main thread. JobError says why the job failed, after the log got the same; a cancelled
+    loop leaves the last checkpoint.
+    """
+    run_id = secrets.token_hex(8)
+    spec = resolved.job.spec
+    tokenizer = load_tokenizer(spec.model)
+    task = load_task(spec.task, order_seed=spec.algorithm.seed, scratch=resolved.run_dir)
+    trainer = ThreadPoolExecutor(1, "trainer")
+    loop = _Loop(resolved, engine, log, run_id=run_id, task=task, tokenizer=tokenizer, trainer=trainer)
+    try:
+        await loop.run()
+    except JobError as error:
+        loop.finish(error)
+        raise
+    else:
+        loop.finish(None)
+    finally:
+        task.close()
+        trainer.shutdown(wait=False, cancel_futures=True)
+
+
+def _cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the error to tell about when several tasks failed together: one for the user if there is one."""
+    leaves = []
+    for error in errors.exceptions:
+        leaves.append(_cause(error) if isinstance(error, BaseExceptionGroup) else error)
+    return next((leaf for leaf in leaves if isinstance(leaf, TraceRLError)), leaves[0])
+
+
+class _Loop:
+    def __init__(
+        self,
+        resolved: ResolvedJob,
+        engine: TrainerEngine,
+        log: Log,
+        *,
+        run_id: str,
+        task: Task,
+        tokenizer: Tokenizer,
+        trainer: ThreadPoolExecutor,
+    ) -> None:
+        self._resolved, self._spec = resolved, resolved.job.spec
+        self._engine, self._log = engine, log
+        self._run_id, self._task, self._tokenizer = run_id, task, tokenizer
+        self._trainer = trainer
+        self._plan = plan(self._spec, engine.shape)
+        self._table = site_table(engine.shape, self._spec)
+        self._checkpoints = Checkpoints(resolved.layout.checkpoints, keep=self._spec.trainer.checkpoint.keep)
+        self._state = LoopState(job_uid=resolved.job_uid)
+        self._beside: set[asyncio.Task[None]] = set()
+        self._tasks: asyncio.TaskGroup | None = None
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run something beside the loop, whose failure ends the loop and whose end is the loop's."""
+        assert self._tasks is not None
+        task = self._tasks.create_task(work)
+        self._beside.add(task)
+        task.add_done_callback(self._beside.discard)
+
+    async def _compute(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._trainer, work)
+
+    def _event(self, reason: str, message: str) -> None:
+        record = EventRecord(
+            run_id=self._run_id, time=time.time(), step=self._state.step, reason=reason, message=message
+        )
+        self._log.write(record.model_dump(mode="json"))
+
+    # -- from start to end --------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Run all steps that are left."""
+        if self._tokenizer.vocab > self._engine.shape.vocab:
+            raise InputError(
+                f"the tokenizer has {self._tokenizer.vocab} token ids, but the model only "
+                f"{self._engine.shape.vocab}; set spec.model.tokenizerUri to the model's own"
+            )
+        for item in self._task.known_items():
+            encode_prompt(self._tokenizer, item, self._spec.algorithm)
+        resumed = await self._compute(self._restore)
+        warmup = WarmupResult(self._spec.warmup.steps, 0.0, cached=True)
+        if not resumed:
+            warmup = await self._compute(self._warm_up)
+        self._state.run_ids.append(self._run_id)
+        transport = DirectoryTransport(
+            self._resolved.records_uri,
+            store="trainer-0",
+            job_uid=self._resolved.job_uid,
+            run_id=self._run_id,
+        )
+        async with open_rollouts(
+            self._resolved,
+            run_id=self._run_id,
+            site_table=self._table.digest,
+            restarts=self._state.restarts,
+            report=self._event,
+            spawn=self._spawn,
+        ) as rollouts:
+            generator = Generator(
+                self._spec,
+                job_uid=self._resolved.job_uid,
+                run_id=self._run_id,
+                task=self._task,
+                tokenizer=self._tokenizer,
+                rollouts=rollouts,
+                transport=transport,
+                table=self._table,
+                audit_table=audit_table(self._engine.shape, self._spec),
+            )
+            try:
+                # Inside the clients' lives: whatever uses them has ended when they close.
+                async with asyncio.TaskGroup() as self._tasks:
+                    await self._generate_and_train(rollouts, generator, warmup)
+                    for task in list(self._beside):
+                        task.cancel()
+            except BaseExceptionGroup as errors:
+                raise _cause(errors) from None
+
+    async def _generate_and_train(
+        self, rollouts: Rollouts, generator: Generator, warmup: WarmupResult
+    ) -> None:
+        await rollouts.start()
+        self._spawn(rollouts.watch())
+        await rollouts.push(self._state.step, self._engine.export())
+        totals = self._state.totals
+        if self._state.step == 0 and self._evaluation_items:
+            totals.held_out_first = await generator.evaluate(self._evaluation_items, 0)
+            totals.held_out_last = totals.held_out_first
+        self._write_start(warmup)
+        batches = Batches(
+            self._spec.algorithm,
+            generate=generator.groups,
+            release=generator.release,
+            spawn=self._spawn,
+            replicas=len(rollouts),
+            first=self._state.next_group,
+            pending=self._state.pending_groups,
+        )
+        await self._steps(rollouts, generator, batches)
+
+    def _restore(self) -> bool:
+        found = self._checkpoints.load(lambda sentence: self._event(Reason.CHECKPOINT_DAMAGED, sentence))
+        if found is None:
+            return False
+        try:
+            state = LoopState.model_validate(found.loop)
+        except ValidationError:
+            raise self._foreign("is of another version of tracerl") from None
+        if state.job_uid != self._resolved.job_uid:
+            raise self._foreign(f"is of job {state.job_uid}, not of {self._resolved.job_uid}")
+        self._engine.load_state(found.tensors)
+        self._state = state
+        return True
+
+    def _foreign(self, what: str) -> JobError:
+        return JobError(
+            Reason.CHECKPOINT_FAILED,
+            f"the checkpoint in {self._resolved.layout.checkpoints} {what}; give another run directory",
+        )
+
+    def _warm_up(self) -> WarmupResult:
+        return warm_up(
+            self._engine,
+            self._spec,
+            self._task,
+            self._tokenizer,
+            cache=self._resolved.cache_dir,
+            progress=lambda done, total, loss: self._log.progress("Warmup", done, total, loss=loss),
+            report=lambda sentence: self._event(Reason.WARMUP_CACHE, sentence),
+        )
+
+    @property
+    def _evaluation_items(self) -> list[Any]:
+        return self._task.held_out[: self._spec.algorithm.evaluation.prompts]
+
+    # -- steps --------------------------------------------------------------------------------------------
+
+    async def _steps(self, rollouts: Rollouts, generator: Generator, batches: Batches) -> None:
+        algorithm, checkpoint = self._spec.algorithm, self._spec.trainer.checkpoint
+        learner = Learner(self._engine, self._plan, self._spec)
+        timer = Timer()
+        ended = time.perf_counter()
+        while self._state.step < algorithm.steps:
+            version = self._state.step
+            batches.submit(version)
+            waiting = time.perf_counter()
+            groups = await batches.take(version)
+            _split_wait(timer, groups, waiting, time.perf_counter())
+            records = count_records([sample for group in groups for sample in group.samples])
+            self._check_missing(records, version + 1)
+            outcome = await self._compute(partial(learner.step, groups, version, timer))
+            with timer.part("push_weights"):
+                await rollouts.push(version + 1, self._engine.export())
+            batches.submit(version + 1)
+            await generator.release(groups)
+            held_out = None
+            if self._evaluation_items and self._evaluation_due(version + 1):
+                with timer.part("evaluate"):
+                    held_out = await generator.evaluate(self._evaluation_items, version + 1)
+            now = time.perf_counter()
+            timer.seconds["total"], ended = now - ended, now
+            context = StepContext(
+                run_id=self._run_id,
+                time=time.time(),
+                step=version + 1,
+                steps=algorithm.steps,
+                method=self._spec.method.name.value,
+                guided=self._plan.guided,
+                groups_dropped=batches.dropped,
+                restarts=rollouts.restarts,
+                held_out_reward=held_out,
+            )
+            record = step_record(context, groups, outcome, records, timer.seconds)
+            self._log.write(record.model_dump(mode="json"))
+            self._state.totals.add(record)
+            self._state.step = version + 1
+            self._state.next_group, self._state.pending_groups = batches.cursor
+            self._state.restarts = rollouts.restarts
+            batches.dropped, timer = 0, Timer()
+            if self._state.step % checkpoint.every == 0 or self._state.step == algorithm.steps:
+                # Before the checkpoint, so that a resumed run finds every step up to it in the log.
+                self._log.sync()
+                with timer.part("checkpoint"):
+                    await self._compute(self._save)
+
+    def _evaluation_due(self, step: int) -> bool:
+        every = self._spec.algorithm.evaluation.every
+        return step == self._spec.algorithm.steps or (every > 0 and step % every == 0)
+
+    def _check_missing(self, records: Records, step: int) -> None:
+        limit = self._spec.records.max_missing_ratio
+        if records.rows and records.rows_missing / records.rows > limit:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in records.missing_by_reason.items())
+            raise JobError(
+                Reason.RECORDS_MISSING,
+                f"step {step} lacks {records.rows_missing} of {records.rows} record rows ({reasons}), more "
+                f"than records.maxMissingRatio {limit}; see the rollouts' logs and the space at "
+                f"{self._resolved.records_uri}",
+            )
+
+    def _save(self) -> None:
+        self._checkpoints.save(self._state.step, self._engine.state(), self._state.model_dump(mode="json"))
+
+    # -- reports ------------------------------------------------------------------------------------------
+
+    def _write_start(self, warmup: WarmupResult) -> None:
+        record = StartRecord(
+            run_id=self._run_id,
+            time=time.time(),
+            resumed_from=self._state.step,
+            steps=self._spec.algorithm.steps,
+            method=self._spec.method.name.value,
+            parameters=sum(tensor.numel() for _, tensor in self._engine.export()),
+            row_bytes=self._table.row_bytes,
+            whole_row_bytes=audit_table(self._engine.shape, self._spec).row_bytes,
+            warmup_steps=warmup.steps,
+            warmup_seconds=warmup.seconds,
+            held_out_reward=self._state.totals.held_out_first,
+        )
+        self._log.write(record.model_dump(mode="json"))
+
+    def finish(self, error: JobError | None) -> None:
+        """Write the last line; JobError when the job was done but missed what it was expected to reach."""
+        totals = self._state.totals
+        found = expectations(self._spec.expect, totals) if error is None else ()
+        error = error or broken(found)
+        record = FinishRecord(
+            run_id=self._run_id,
+            time=time.time(),
+            step=self._state.step,
+            outcome="Failed" if error else "Complete",
+            reason=error.reason if error else Reason.COMPLETED,
+            message=str(error) if error else f"all {self._state.step} steps are done",
+            reward_first=totals.reward_first,
+            reward_last=totals.reward_last,
+            held_out_first=totals.held_out_first,
+            held_out_last=totals.held_out_last,
+            gap_guided_mean=totals.gap_guided,
+            gap_unguided_mean=totals.gap_unguided,
+            gap_ratio=totals.gap_ratio,
+            overhead_ratio=totals.overhead_ratio,
+            rows_missing=totals.rows_missing,
+            record_bytes_per_token=totals.bytes_per_token,
+            tokens_per_second=totals.tokens_per_second,
+            expectations=found,
+        )
+        self._log.write(record.model_dump(mode="json"))
+        if error is not None and found:
+            raise error
+
+
+def _split_wait(timer: Timer, groups: list[Group], start: float, end: float) -> None:
+    """Divide the wait for a batch: until the last group was generated, then for rewards and records."""
+    last = max(group.generated_at for group in groups)
+    generated = min(max(last, start), end)
+    timer.seconds["generate_wait"] += generated - start
+    timer.seconds["fetch"] += end - generated

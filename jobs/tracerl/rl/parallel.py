@@ -1,0 +1,368 @@
+"""Data-parallel training over several processes: rank 0 drives, the others follow its calls.
+
+Rank 0 runs the loop on a `LeadingEngine`, which deals the trajectories of every micro-batch out over all
+ranks; the others run `follow`. Losses stay on rank 0: a rank sends its log-probs and gets their gradient
+back, so a loss may be any function of the whole micro-batch. Engines sum gradients over ranks in `update`.
+
+Messages are a JSON object and tensors as raw bytes, over the default process group (gloo).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tracerl.api.constants import Reason
+from tracerl.api.errors import JobError, TraceRLError
+from tracerl.api.job import Spec
+from tracerl.engines.base import Batch, EngineStats, Loss, SiteCounts, TrainerEngine, Trajectory
+from tracerl.records.pairing import TrajectoryRecords
+from tracerl.records.sites import SiteTable, audit_table, site_table
+
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.uint8, torch.bool, torch.int32, torch.int64, torch.bfloat16, torch.float32)
+}
+_LEADER = 0
+_MEET = timedelta(minutes=5)
+# Others wait for rank 0 while it generates. One that is gone is noticed at once, by its closed connection.
+_PATIENCE = timedelta(days=1)
+_ANSWERED = ("forward", "accumulate", "stats")
+Message = tuple[dict[str, Any], list[Tensor]]
+
+
+def join(meeting: Path, *, rank: int, ranks: int) -> None:
+    """Meet the other trainer processes of this machine through a file that was not there before.
+
+    JobError when not all of them come within 5 minutes.
+    """
+    try:
+        meeting.parent.mkdir(parents=True, exist_ok=True)
+        store = dist.FileStore(str(meeting), ranks)  # type: ignore[attr-defined]
+        store.set_timeout(_MEET)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=_PATIENCE)
+    except (OSError, RuntimeError) as error:
+        raise JobError(
+            Reason.TRAINER_LOST,
+            f"trainer-{rank} did not meet the other {ranks - 1} trainers through {meeting} "
+            f"({str(error).splitlines()[0]}); see their logs",
+        ) from None
+
+
+# -- messages ---------------------------------------------------------------------------------------------
+
+
+def _send(rank: int, message: dict[str, Any], tensors: Sequence[Tensor] = ()) -> None:
+    tensors = [tensor.detach().cpu().contiguous() for tensor in tensors]
+    described = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]
+    head = json.dumps([message, described]).encode()
+    body = b"".join([head, *(t.view(-1).view(torch.uint8).numpy().tobytes() for t in tensors)])
+    with _Peer(rank):
+        dist.send(torch.tensor([len(head), len(body)]), rank)
+        dist.send(torch.frombuffer(bytearray(body), dtype=torch.uint8), rank)
+
+
+def _receive(rank: int) -> Message:
+    sizes = torch.zeros(2, dtype=torch.int64)
+    with _Peer(rank):
+        dist.recv(sizes, rank)
+        body = torch.zeros(int(sizes[1]), dtype=torch.uint8)
+        dist.recv(body, rank)
+    start = int(sizes[0])
+    message, described = json.loads(body[:start].numpy().tobytes())
+    tensors = []
+    for name, shape in described:
+        dtype = _DTYPES[name]
+        tensor = torch.empty(shape, dtype=dtype)
+        stop = start + tensor.numel() * dtype.itemsize
+        tensor.view(-1).view(torch.uint8).copy_(body[start:stop])
+        tensors.append(tensor)
+        start = stop
+    return message, tensors
+
+
+class _Peer:
+    """Turns what gloo raises when a process is gone or too slow into a sentence."""
+
+    def __init__(self, rank: int | None = None) -> None:
+        self._who = "another trainer process" if rank is None else f"trainer-{rank}"
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, RuntimeError):
+            raise JobError(
+                Reason.TRAINER_LOST,
+                f"{self._who} is gone or took too long ({str(error).splitlines()[0]}); see its log, then "
+                "resume the run",
+            ) from None
+
+
+def _pack(trajectories: Sequence[Trajectory]) -> Message:
+    described, tensors = [], []
+    for t in trajectories:
+        described.append(
+            {
+                "id": t.id,
+                "prompt_tokens": t.prompt_tokens,
+                "token_versions": t.token_versions,
+                "records": t.records is not None,
+                "audit": t.audit is not None,
+            }
+        )
+        tensors += [t.tokens, t.logp_rollout]
+        for records in (t.records, t.audit):
+            if records is not None:
+                tensors += [records.rows, records.present, records.versions, records.zero_blocks]
+    return {"trajectories": described}, tensors
+
+
+def _unpack(message: Message, table: SiteTable, audit_table: SiteTable) -> Batch:
+    described, tensors = message[0]["trajectories"], iter(message[1])
+    found = []
+    for fields in described:
+        records, audit = fields.pop("records"), fields.pop("audit")
+        tokens, logp = next(tensors), next(tensors)
+        found.append(
+            Trajectory(
+                tokens=tokens,
+                logp_rollout=logp,
+                records=_records(table, tensors) if records else None,
+                audit=_records(audit_table, tensors) if audit else None,
+                **fields,
+            )
+        )
+    return Batch(found)
+
+
+def _records(table: SiteTable, tensors: Iterator[Tensor]) -> TrajectoryRecords:
+    rows, present, versions, zero_blocks = (next(tensors) for _ in range(4))
+    return TrajectoryRecords(
+        table=table,
+        n_rows=len(rows),
+        rows=rows,
+        present=present,
+        versions=versions,
+        zero_blocks=zero_blocks,
+        tensor_scales=None,
+        missing=Counter(),
+        bytes=0,
+        mixed=0,
+    )
+
+
+# -- rank 0 -----------------------------------------------------------------------------------------------
+
+
+class LeadingEngine:
+    """`TrainerEngine` of rank 0 over all ranks; `close` lets the others end."""
+
+    def __init__(self, engine: TrainerEngine) -> None:
+        self._engine = engine
+        self._ranks = dist.get_world_size()
+        self.shape = engine.shape
+
+    @property
+    def _others(self) -> range:
+        return range(1, self._ranks)
+
+    def _tell(self, op: str, **values: Any) -> None:
+        for rank in self._others:
+            _send(rank, {"op": op, **values})
+
+    def _deal(self, op: str, batch: Batch, **values: Any) -> Batch:
+        """Send every other rank its trajectories, each n-th one, and return those of this rank."""
+        for rank in self._others:
+            message, tensors = _pack(batch.trajectories[rank :: self._ranks])
+            _send(rank, {"op": op, **message, **values}, tensors)
+        return Batch(batch.trajectories[:: self._ranks])
+
+    def _gather(self, batch: Batch, own: Tensor) -> Tensor:
+        """Put this rank's log-probs and the others' together, in the order of the batch."""
+        logp = own.new_zeros(len(batch.trajectories), batch.max_response)
+        for rank in range(self._ranks):
+            part = own.detach() if rank == _LEADER else _answer(rank)[1][0]
+            logp[rank :: self._ranks, : part.shape[1]] = part
+        return logp
+
+    def forward(self, batch: Batch, *, guided: bool, temperature: float, version: int) -> Tensor:
+        """Log-probs (`TrainerEngine.forward`)."""
+        own = self._deal("forward", batch, guided=guided, temperature=temperature, version=version)
+        logp = self._engine.forward(own, guided=guided, temperature=temperature, version=version)
+        return self._gather(batch, logp)
+
+    def accumulate(
+        self, batch: Batch, loss: Loss, *, guided: bool, temperature: float, version: int
+    ) -> Tensor:
+        """Log-probs, and the loss's gradient added on every rank (`TrainerEngine.accumulate`)."""
+        own = self._deal("accumulate", batch, guided=guided, temperature=temperature, version=version)
+        whole: list[Tensor] = []
+
+        def own_loss(logp: Tensor) -> Tensor:
+            joined = self._gather(batch, logp).requires_grad_()
+            (gradient,) = torch.autograd.grad(loss(joined), joined)
+            whole.append(joined.detach())
+            for rank in self._others:
+                _send(rank, {}, [gradient[rank :: self._ranks]])
+            return _with_gradient(logp, gradient[:: self._ranks])
+
+        self._engine.accumulate(own, own_loss, guided=guided, temperature=temperature, version=version)
+        for rank in self._others:
+            _answer(rank)
+        return whole[0]
+
+    def update(self) -> float:
+        """Clip and step on every rank (`TrainerEngine.update`)."""
+        self._tell("update")
+        with _Peer():
+            return self._engine.update()
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Set the rate of the next updates on every rank."""
+        self._tell("set_learning_rate", learning_rate=learning_rate)
+        self._engine.set_learning_rate(learning_rate)
+
+    def supervised_step(self, tokens: Tensor, loss_mask: Tensor) -> float:
+        """One warm-up update on every rank (`TrainerEngine.supervised_step`)."""
+        for rank in self._others:
+            part = slice(rank, None, self._ranks)
+            _send(rank, {"op": "supervised_step"}, [tokens[part], loss_mask[part]])
+        with _Peer():
+            return self._engine.supervised_step(tokens[:: self._ranks], loss_mask[:: self._ranks])
+
+    def reset_optimizer(self) -> None:
+        """Forget moments on every rank."""
+        self._tell("reset_optimizer")
+        self._engine.reset_optimizer()
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """Weights, which are the same on every rank."""
+        return self._engine.export()
+
+    def state(self) -> dict[str, Tensor]:
+        """State, which is the same on every rank."""
+        return self._engine.state()
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Continue from `state` on every rank."""
+        for rank in self._others:
+            _send(rank, {"op": "load_state", "names": list(state)}, list(state.values()))
+        self._engine.load_state(state)
+
+    def stats(self) -> EngineStats:
+        """Counts summed over all ranks; seconds of the rank that took longest, since ranks work at once."""
+        self._tell("stats")
+        total = self._engine.stats()
+        for rank in self._others:
+            _add(total, _answer(rank)[0])
+        return total
+
+    def close(self) -> None:
+        """Let the other ranks end, also those that are gone already; not while anything else is called."""
+        for rank in self._others:
+            with contextlib.suppress(JobError):
+                _send(rank, {"op": "stop"})
+
+
+def _answer(rank: int) -> Message:
+    message, tensors = _receive(rank)
+    if "error" in message:
+        raise JobError(message["reason"], message["error"])
+    return message, tensors
+
+
+def _with_gradient(logp: Tensor, gradient: Tensor) -> Tensor:
+    """Return a scalar whose gradient by `logp` [B, R'] is `gradient` [B, R >= R'], zero beyond R'."""
+    return (logp * gradient[:, : logp.shape[1]].to(logp.device)).sum()
+
+
+def _add(total: EngineStats, other: dict[str, Any]) -> None:
+    for layer, kind, counts in other.pop("sites"):
+        site = total.sites.setdefault((layer, kind), SiteCounts())
+        for name, count in counts.items():
+            setattr(site, name, getattr(site, name) + count)
+    for name, value in other.items():
+        own = getattr(total, name)
+        setattr(total, name, max(own, value) if name.endswith("_seconds") else own + value)
+
+
+# -- the other ranks --------------------------------------------------------------------------------------
+
+
+def follow(engine: TrainerEngine, spec: Spec) -> None:
+    """Do what rank 0 says until it says stop; JobError when it is gone.
+
+    An error of the engine is told to rank 0 with the next answer, and ends the job there: at any other time
+    rank 0 does not listen.
+    """
+    tables = site_table(engine.shape, spec), audit_table(engine.shape, spec)
+    failure: dict[str, Any] | None = None
+    while True:
+        message, tensors = _receive(_LEADER)
+        if message["op"] == "stop":
+            return
+        answers = message["op"] in _ANSWERED
+        try:
+            if failure is None:
+                _obey(engine, message, tensors, *tables)
+        except TraceRLError as error:
+            reason = error.reason if isinstance(error, JobError) else Reason.UNEXPECTED
+            failure = {"error": str(error), "reason": reason}
+        if failure is not None and answers:
+            _send(_LEADER, failure)
+
+
+def _obey(
+    engine: TrainerEngine,
+    message: dict[str, Any],
+    tensors: list[Tensor],
+    table: SiteTable,
+    audit_table: SiteTable,
+) -> None:
+    match message["op"]:
+        case "forward" | "accumulate" as op:
+            batch = _unpack((message, tensors), table, audit_table)
+            how = {name: message[name] for name in ("guided", "temperature", "version")}
+            if not batch.trajectories:
+                _send(_LEADER, {}, [torch.zeros(0, 0)])
+            elif op == "forward":
+                _send(_LEADER, {}, [engine.forward(batch, **how)])
+            else:
+                engine.accumulate(batch, _remote_loss, **how)
+            if op == "accumulate":
+                if not batch.trajectories:
+                    _receive(_LEADER)
+                _send(_LEADER, {})
+        case "update":
+            engine.update()
+        case "set_learning_rate":
+            engine.set_learning_rate(message["learning_rate"])
+        case "supervised_step":
+            engine.supervised_step(*tensors)
+        case "reset_optimizer":
+            engine.reset_optimizer()
+        case "load_state":
+            engine.load_state(dict(zip(message["names"], tensors, strict=True)))
+        case "stats":
+            stats = asdict(engine.stats())
+            stats["sites"] = [[layer, kind, counts] for (layer, kind), counts in stats["sites"].items()]
+            _send(_LEADER, stats)
+        case op:
+            raise JobError(Reason.UNEXPECTED, f"trainer-0 asked for {op!r}, which this version does not know")
+
+
+def _remote_loss(logp: Tensor) -> Tensor:
+    """Rank 0's loss, of which this rank only learns the gradient."""
+    _send(_LEADER, {}, [logp])
+    return _with_gradient(logp, _receive(_LEADER)[1][0])

@@ -1,0 +1,159 @@
+"""Checkpoints: whole or not there, whatever kills the writer or damages the files."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tracerl.api.errors import JobError
+from tracerl.rl.checkpoint import Checkpoint, Checkpoints
+
+
+def tensors(step: int) -> dict[str, torch.Tensor]:
+    return {
+        "weights": torch.full((3, 2), float(step)),
+        "moments": torch.arange(4, dtype=torch.bfloat16) + step,
+    }
+
+
+def save(directory: Path, step: int, keep: int = 2) -> None:
+    Checkpoints(directory, keep=keep).save(step, tensors(step), {"step": step, "share": 0.1 + step})
+
+
+def load(directory: Path) -> tuple[Checkpoint | None, list[str]]:
+    said: list[str] = []
+    return Checkpoints(directory, keep=2).load(said.append), said
+
+
+def expect_step(directory: Path, step: int) -> list[str]:
+    found, said = load(directory)
+    assert found is not None
+    assert (found.step, found.loop) == (step, {"step": step, "share": 0.1 + step})
+    for name, tensor in tensors(step).items():
+        assert torch.equal(found.tensors[name], tensor)
+        assert found.tensors[name].dtype == tensor.dtype
+    return said
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    assert load(tmp_path / "none") == (None, [])
+    assert load(tmp_path) == (None, [])
+
+
+def test_the_newest_of_those_kept(tmp_path: Path) -> None:
+    for step in (9, 10, 100, 1_000_000):
+        save(tmp_path, step)
+    assert expect_step(tmp_path, 1_000_000) == []
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-000100", "step-1000000"]
+
+
+def run_and_kill(directory: Path, kill_at: int | None) -> int:
+    """Save step 3 over steps 1 and 2 in a child that dies at a file operation; returns how many it did."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        count = 0
+
+        def audit(event: str, _: tuple[object, ...]) -> None:
+            nonlocal count
+            if event in {
+                "open",
+                "os.mkdir",
+                "os.rename",
+                "os.remove",
+                "os.rmdir",
+                "shutil.rmtree",
+                "os.listdir",
+            }:
+                count += 1
+                if count == kill_at:
+                    os._exit(9)
+
+        sys.addaudithook(audit)
+        save(directory, 3)
+        os.write(writer, str(count).encode())
+        os._exit(0)
+    os.close(writer)
+    _, status = os.waitpid(child, 0)
+    assert (status != 0) == (kill_at is not None)
+    with os.fdopen(reader) as pipe:
+        return int(pipe.read() or 0)
+
+
+def test_killed_at_every_file_operation(tmp_path: Path) -> None:
+    total = 0
+    for kill_at in [None, *range(1, 1_000)]:
+        if total and kill_at is not None and kill_at > total:
+            break
+        directory = tmp_path / str(kill_at)
+        save(directory, 1)
+        save(directory, 2)
+        operations = run_and_kill(directory, kill_at)
+        if kill_at is None:
+            total = operations
+            assert total > 10
+        found, said = load(directory)
+        assert found is not None
+        assert said == []
+        assert expect_step(directory, found.step) == []
+        assert found.step in {2, 3}
+        # Leftovers are gone, and the directory takes the next checkpoint.
+        assert not [entry for entry in directory.iterdir() if entry.name.startswith(".")]
+        save(directory, 4)
+        assert expect_step(directory, 4) == []
+
+
+@pytest.mark.parametrize("name", ["state.safetensors", "loop.json", "manifest.json"])
+@pytest.mark.parametrize("damage", ["cut", "flip", "remove"])
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, name: str, damage: str) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    path = tmp_path / "step-000002" / name
+    data = bytearray(path.read_bytes())
+    if damage == "remove":
+        path.unlink()
+    elif damage == "cut":
+        path.write_bytes(data[: len(data) // 2])
+    else:
+        data[len(data) // 2] ^= 0xFF
+        path.write_bytes(data)
+    said = expect_step(tmp_path, 1)
+    assert len(said) == 1
+    assert said[0].startswith(f"checkpoint {tmp_path / 'step-000002'} is damaged")
+    assert said[0].endswith("continuing from the one before it")
+    # Training comes to step 2 again.
+    save(tmp_path, 2)
+    assert expect_step(tmp_path, 2) == []
+
+
+def test_all_damaged(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    (tmp_path / "step-000001" / "loop.json").write_text("{}")
+    found, said = load(tmp_path)
+    assert found is None
+    assert said[0].endswith("continuing from the beginning")
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    child = os.fork()
+    if child == 0:
+        import resource
+
+        # A file may not grow beyond 100 bytes, which looks to the writer as a quota does.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+        try:
+            save(tmp_path, 2)
+        except JobError as error:
+            text = str(error)
+            named = text.startswith(f"{tmp_path / 'step-000002'} cannot be written (")
+            os._exit(0 if named and error.reason == "CheckpointFailed" else 3)
+        os._exit(4)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-000001"]
+    assert expect_step(tmp_path, 1) == []

@@ -1,0 +1,115 @@
+"""Two trainer processes over gloo train as one does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rl_harness import SHAPE, Log, make_job, rollout
+from test_train import VERSION, groups
+
+from tracerl.api.errors import InputError, JobError
+from tracerl.api.job import Spec
+from tracerl.engines.reference.trainer import ReferenceTrainer
+from tracerl.methods import plan
+from tracerl.rl.loop import run_loop
+from tracerl.rl.parallel import LeadingEngine, follow, join
+from tracerl.rl.train import Learner, StepOutcome, Timer
+
+
+@contextmanager
+def two_processes(spec: Spec, tmp_path: Path) -> Iterator[LeadingEngine]:
+    """Rank 0 here, rank 1 in a child, which must end by itself without an error."""
+    torch.set_num_threads(1)
+    meeting = tmp_path / "endpoints/trainers"
+    child = os.fork()
+    if child == 0:
+        try:
+            join(meeting, rank=1, ranks=2)
+            follow(ReferenceTrainer(SHAPE, spec), spec)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    join(meeting, rank=0, ranks=2)
+    leader = LeadingEngine(ReferenceTrainer(SHAPE, spec))
+    try:
+        yield leader
+        leader.close()
+    finally:
+        dist.destroy_process_group()
+        _, status = os.waitpid(child, 0)
+    assert status == 0
+
+
+def spec_of(tmp_path: Path, **sections: dict[str, Any]) -> Spec:
+    algorithm = {"promptsPerStep": 4, "miniBatches": 2, "routingReplay": False}
+    return make_job(tmp_path, algorithm=algorithm, **sections).job.spec
+
+
+def step(engine: ReferenceTrainer | LeadingEngine, spec: Spec) -> StepOutcome:
+    return Learner(engine, plan(spec, SHAPE), spec).step(groups(), VERSION, Timer())
+
+
+def test_a_step_of_two_processes_is_that_of_one(tmp_path: Path) -> None:
+    # Micro-batches of one trajectory leave the second process without one.
+    spec = spec_of(tmp_path, method={"name": "QAT"}, trainer={"microBatchTokens": 16})
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(2, 64, (5, 9), generator=generator)
+    mask = torch.rand(5, 9, generator=generator) < 0.5
+    losses, outcomes, states = [], [], []
+
+    def train(engine: ReferenceTrainer | LeadingEngine) -> None:
+        engine.set_learning_rate(0.01)
+        losses.append(engine.supervised_step(tokens, mask))
+        engine.reset_optimizer()
+        engine.load_state(engine.state())
+        outcomes.extend([step(engine, spec), step(engine, spec)])
+        states.append(engine.state())
+
+    train(ReferenceTrainer(SHAPE, spec))
+    with two_processes(spec, tmp_path) as together:
+        train(together)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    for one, two in zip(outcomes[:2], outcomes[2:], strict=True):
+        assert two.policy.model_dump() == pytest.approx(one.policy.model_dump(), rel=1e-3, abs=1e-6)
+        assert two.rollout_corr == pytest.approx(one.rollout_corr, rel=1e-3, abs=1e-5)
+        assert two.gap_guided.tokens == one.gap_guided.tokens
+        counts = [{**asdict(o.engine), "sites": None} for o in (one, two)]
+        assert counts[0].keys() == counts[1].keys()
+        assert counts[0]["guided_rows"] == counts[1]["guided_rows"]
+    for name, tensor in states[0].items():
+        # In norm: AdamW turns the last bit of a gradient near zero into a whole step of one weight.
+        difference = (states[1][name].float() - tensor.float()).norm()
+        assert difference <= 1e-3 * tensor.float().norm() + 1e-9, name
+
+
+def test_an_error_of_another_process_ends_the_job_with_its_sentence(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path)
+    with two_processes(spec, tmp_path) as together:
+        with pytest.raises(InputError):
+            together.load_state({"updates": torch.tensor(3)})
+        # The other process refused it as well, which the next answer from there tells.
+        with pytest.raises(JobError, match="the checkpoint's weights"):
+            together.stats()
+
+
+async def test_a_whole_job_with_records(tmp_path: Path) -> None:
+    job = make_job(tmp_path, records={"auditEvery": 2}, warmup={"steps": 3, "batchSize": 4})
+    log = Log()
+    with two_processes(job.job.spec, tmp_path) as together:
+        async with rollout(job):
+            await run_loop(job, together, log)
+    steps = log.of("step")
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    for line in steps:
+        # The records reached both processes: guided forwards equal the rollout in FP32.
+        assert line["gap_guided"]["max"] < 1e-4
+        assert line["routes_missing"] == 0
+        assert len(line["mismatch"]) == 6
