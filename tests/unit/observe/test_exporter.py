@@ -1,0 +1,119 @@
+"""What the trainer exposes is what METRICS says, no less and no more."""
+
+from __future__ import annotations
+
+import http.client
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from sample_runs import job_of, make_step
+
+from tracerl.api.constants import METRICS, Role
+from tracerl.api.job import RatioFrom
+from tracerl.observe.metrics import MetricsServer, StepExporter
+from tracerl.rl.ratio import importance, rollout_corr
+from tracerl.rl.steprecord import Records, Staleness
+
+TRAINER = {spec.name: spec for spec in METRICS if spec.source is Role.TRAINER}
+
+
+def measured_corr() -> dict[str, float]:
+    """All of the ratio's own metrics, computed by the ratio."""
+    rollout = torch.tensor([[-1.0, -2.0], [-0.5, -0.1]])
+    mask = torch.ones_like(rollout, dtype=torch.bool)
+    lag = torch.zeros_like(rollout, dtype=torch.int64)
+    weights = importance(rollout, rollout + 0.1, None, lag, mask, ratio_from=RatioFrom.GUIDED, upper=5.0)
+    return rollout_corr(rollout, weights, mask, upper=5.0)
+
+
+def scrape(exporter: StepExporter) -> dict[str, tuple[str, list[tuple[dict[str, str], float]]]]:
+    registry = CollectorRegistry()
+    registry.register(exporter)
+    found = {}
+    for family in text_string_to_metric_families(generate_latest(registry).decode()):
+        for sample in family.samples:
+            _, samples = found.setdefault(sample.name, (family.type, []))
+            samples.append((dict(sample.labels), sample.value))
+    return found
+
+
+def test_every_trainer_metric_is_exported_with_its_type_and_labels_and_nothing_else() -> None:
+    exporter = StepExporter(job_of())
+    exporter.observe(make_step(10, rollout_corr=measured_corr()))
+    exporter.observe(make_step(12, rollout_corr=measured_corr()))
+    found = scrape(exporter)
+    assert set(found) == set(TRAINER)
+    for name, (kind, samples) in found.items():
+        assert kind == TRAINER[name].type
+        assert all(set(labels) == set(TRAINER[name].labels) for labels, _ in samples)
+
+
+def test_the_ratio_measures_exactly_what_the_list_has() -> None:
+    listed = {name for name in TRAINER if name.startswith("tracerl_rollout_corr_")}
+    assert listed == {f"tracerl_rollout_corr_{key}" for key in measured_corr()}
+
+
+def test_before_the_first_step_only_the_info_has_a_value() -> None:
+    assert set(scrape(StepExporter(job_of("QAT")))) == {"tracerl_info"}
+
+
+def test_a_step_without_guidance_records_or_evaluation_has_no_made_up_values() -> None:
+    exporter = StepExporter(job_of("BF16"))
+    exporter.observe(make_step(1, "BF16"))
+    found = scrape(exporter)
+    assert "tracerl_evaluation_reward_mean" not in found
+    assert "tracerl_code_mismatch_ratio" not in found
+    assert "tracerl_records_bytes_per_token" not in found
+    forwards = {labels["forward"] for labels, _ in found["tracerl_train_rollout_logprob_abs_diff"][1]}
+    assert forwards == {"guided"}
+
+
+def test_counters_add_up_over_steps_and_gauges_show_the_last() -> None:
+    exporter = StepExporter(job_of())
+
+    def records(missing: dict[str, int]) -> Records:
+        return Records(
+            bytes=1000,
+            audit_bytes=10,
+            rows=50,
+            rows_missing=sum(missing.values()),
+            missing_by_reason=missing,
+            bytes_per_token=20.0,
+            frames=5,
+        )
+
+    lag = Staleness(trajectories={0: 1, 2: 3}, tokens={0: 10, 1: 30}, groups_dropped=2)
+    exporter.observe(make_step(10, records=records({"missing": 2}), staleness=lag))
+    exporter.observe(make_step(11, records=records({"missing": 1, "checksum": 4}), staleness=lag))
+    found = {name: samples for name, (_, samples) in scrape(exporter).items()}
+    assert found["tracerl_step"] == [({}, 11.0)]
+    assert found["tracerl_records_bytes_total"] == [({"kind": "record"}, 2000.0), ({"kind": "audit"}, 20.0)]
+    assert found["tracerl_records_missing_total"] == [
+        ({"reason": "missing"}, 3.0),
+        ({"reason": "checksum"}, 4.0),
+    ]
+    assert found["tracerl_groups_dropped_total"] == [({}, 4.0)]
+    assert found["tracerl_staleness_versions"] == [({"stat": "mean"}, 1.5), ({"stat": "max"}, 2.0)]
+    assert found["tracerl_record_version_lag"] == [({"stat": "mean"}, 0.75), ({"stat": "max"}, 1.0)]
+    # The last evaluation stays until there is another.
+    assert found["tracerl_evaluation_reward_mean"] == [({}, pytest.approx(0.61))]
+
+
+def test_the_server_answers_metrics_and_health_and_nothing_else() -> None:
+    exporter = StepExporter(job_of())
+    exporter.observe(make_step(1))
+    with MetricsServer(exporter) as server:
+        answers = {}
+        for path in ("/metrics", "/healthz", "/else"):
+            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+            connection.request("GET", path)
+            response = connection.getresponse()
+            answers[path] = (response.status, response.read())
+            connection.close()
+    assert answers["/healthz"] == (200, b"ok\n")
+    assert answers["/else"][0] == 404
+    assert answers["/metrics"][0] == 200
+    assert b"\ntracerl_step 1.0\n" in answers["/metrics"][1]

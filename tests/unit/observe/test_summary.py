@@ -1,0 +1,200 @@
+"""The summary is arithmetic on step records; its numbers are checked against hand calculations."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from sample_runs import make_finish, make_start, make_step, write_run
+
+from tracerl.api.errors import InputError, JobError
+from tracerl.api.resolved import RunLayout
+from tracerl.observe.run import Run, load_run
+from tracerl.observe.runlog import RunLog
+from tracerl.observe.summary import (
+    Estimate,
+    comparison_table,
+    over_seeds,
+    summarize,
+    summary_table,
+    variants,
+    wilson,
+    write_summary,
+)
+from tracerl.rl.steprecord import FinishRecord, Gap, Overhead, Records, StepRecord
+
+
+def run_of(directory: Path, *steps: StepRecord, finish: FinishRecord | None = None) -> Run:
+    with RunLog(directory) as log:
+        log.write(make_start().model_dump(mode="json"))
+        for step in steps:
+            log.write(step.model_dump(mode="json"))
+        if finish:
+            log.write(finish.model_dump(mode="json"))
+    return load_run(directory)
+
+
+def shown(table: object, width: int = 100) -> str:
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: PTH123, SIM115
+    console.print(table)
+    return console.export_text().replace("\u00a0", " ")
+
+
+@pytest.mark.parametrize(
+    ("mean", "n", "low", "high"),
+    [
+        # Newcombe 1998, table I, method 3 (score interval without continuity correction).
+        (81 / 263, 263, 0.2553, 0.3662),
+        (15 / 148, 148, 0.0624, 0.1605),
+        (0.0, 20, 0.0, 0.1611),
+        (1 / 29, 29, 0.0061, 0.1718),
+    ],
+)
+def test_the_interval_over_prompts_is_wilsons(mean: float, n: int, low: float, high: float) -> None:
+    estimate = wilson(mean, n)
+    assert (estimate.low, estimate.high) == (pytest.approx(low, abs=1e-4), pytest.approx(high, abs=1e-4))
+
+
+@pytest.mark.parametrize(("mean", "n"), [(1.2, 100), (-0.1, 100), (0.5, 0)])
+def test_there_is_no_interval_where_it_would_not_hold(mean: float, n: int) -> None:
+    assert wilson(mean, n).low is None
+
+
+def test_the_interval_over_seeds_is_students() -> None:
+    # t(0.975, 2) = 4.303, sample deviation of 1, 2, 3 = 1.
+    estimate = over_seeds([1.0, None, 2.0, 3.0])
+    assert estimate is not None
+    assert (estimate.mean, estimate.n) == (2.0, 3)
+    assert estimate.high == pytest.approx(2.0 + 4.303 / 3**0.5)
+    assert estimate.show() == "2 ± 2.5"
+
+
+def test_one_seed_has_no_interval_and_none_has_no_mean() -> None:
+    one = over_seeds([0.5])
+    assert one == Estimate(mean=0.5, low=None, high=None, n=1, over="seeds")
+    assert over_seeds([None]) is None
+
+
+def test_sums_are_weighted_by_what_they_are_sums_of(tmp_path: Path) -> None:
+    def step(number: int, *, gap: float, tokens: int, rows: int, size: int, path: float) -> StepRecord:
+        cost = Overhead(
+            records=0.1,
+            capture=0.0,
+            pack=0.0,
+            put=0.0,
+            fetch=0.1,
+            unpack=0.0,
+            guided_kernels=0.2,
+            extra_forward=0.3,
+            critical_path=path,
+            ratio=0.6 / path,
+        )
+        records = Records(
+            bytes=size,
+            audit_bytes=0,
+            rows=rows,
+            rows_missing=number,
+            missing_by_reason={"version": number},
+            bytes_per_token=size / rows,
+            frames=1,
+        )
+        return make_step(
+            number,
+            gap_guided=Gap(mean=gap, max=10 * gap, tokens=tokens),
+            records=records,
+            overhead=cost,
+            response_tokens=tokens,
+        )
+
+    run = run_of(
+        tmp_path,
+        step(1, gap=0.1, tokens=100, rows=10, size=100, path=1.0),
+        step(2, gap=0.4, tokens=300, rows=30, size=600, path=3.0),
+    )
+    summary = summarize(run)
+    assert summary.gap_guided == pytest.approx((0.1 * 100 + 0.4 * 300) / 400)
+    assert summary.gap_guided_max == 4.0
+    assert summary.record_bytes_per_token == pytest.approx(700 / 40)
+    assert summary.overhead_ratio == pytest.approx(1.2 / 4.0)
+    assert summary.tokens_per_second == pytest.approx(400 / 4.0)
+    assert (summary.rows, summary.rows_missing, summary.missing_by_reason) == (40, 3, {"version": 3})
+    assert (summary.outcome, summary.steps_done, summary.steps_wanted) == ("Unfinished", 2, 40)
+
+
+def test_the_loops_own_figures_win_because_expectations_were_judged_by_them(tmp_path: Path) -> None:
+    finish = make_finish(step=1).model_copy(update={"gap_guided_mean": 0.123, "overhead_ratio": 0.4})
+    summary = summarize(run_of(tmp_path, make_step(1), finish=finish))
+    assert (summary.gap_guided, summary.overhead_ratio) == (0.123, 0.4)
+    assert summary.expectations == finish.expectations
+
+
+def test_the_end_of_the_processes_is_the_last_word(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run", done=3)
+    RunLayout(directory).result.write_text(
+        json.dumps({"state": "Failed", "reason": "RestartsExhausted", "message": "m", "restarts": {}})
+    )
+    summary = summarize(load_run(directory))
+    assert (summary.outcome, summary.reason, summary.message) == ("Failed", "RestartsExhausted", "m")
+
+
+def test_a_run_that_was_taken_up_again_is_unfinished_until_its_new_end(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run", done=3, end="Failed")
+    with RunLog(directory) as log:
+        again = make_start(resumed_from=2).model_copy(update={"time": make_finish().time + 60})
+        log.write(again.model_dump(mode="json"))
+    summary = summarize(load_run(directory))
+    assert (summary.outcome, summary.steps_done, summary.resumes) == ("Unfinished", 2, 1)
+
+
+def test_summary_json_is_valid_and_written_whole(tmp_path: Path) -> None:
+    summary = summarize(load_run(write_run(tmp_path / "run", done=12)))
+    path = tmp_path / "summary.json"
+    write_summary(summary, path)
+    assert type(summary).model_validate_json(path.read_text()) == summary
+    with pytest.raises(JobError, match="make room"):
+        write_summary(summary, tmp_path / "missing" / "summary.json")
+
+
+def test_the_table_says_what_was_measured_and_how_sure_it_is(tmp_path: Path) -> None:
+    text = shown(summary_table(summarize(load_run(write_run(tmp_path / "run")))))
+    assert "canary  TRACE, 1-bit codes, LastHalf  Complete  40 of 40 steps" in text
+    assert "0.55 (0.49–0.61) → 0.73 (0.67–0.78), +0.180; 95 % over 256 prompts" in text
+    assert "0.063 nats; guided is 7.9 % of it" in text
+    assert "4 of 327,680 (missing 3, checksum 1)" in text
+    assert "met  maxGapRatio at most 0.5: 0.079" in text
+
+
+def test_the_table_of_a_failed_run_names_the_reason(tmp_path: Path) -> None:
+    text = shown(summary_table(summarize(load_run(write_run(tmp_path / "run", done=7, end="Failed")))))
+    assert "Failed  7 of 40 steps" in text
+    assert "RecordsMissing: 12 % of the record rows of step 7 are missing" in text
+
+
+def test_runs_that_differ_in_seeds_alone_are_one_variant(tmp_path: Path) -> None:
+    runs = [
+        load_run(write_run(tmp_path / f"{method}-{seed}", method, seed=seed, steps=10))
+        for method in ("QAT", "TRACE")
+        for seed in (1, 2, 3)
+    ]
+    made = variants(runs)
+    assert [(one.label, len(one.runs)) for one in made] == [("QAT", 3), ("TRACE, 1-bit codes, LastHalf", 3)]
+    held_out = made[0].held_out
+    assert held_out is not None
+    # 0.61, 0.62, 0.63 at the last evaluation.
+    assert (held_out.mean, held_out.over) == (pytest.approx(0.62), "seeds")
+    assert held_out.high == pytest.approx(0.62 + 4.303 * 0.01 / 3**0.5)
+    text = shown(comparison_table(made), width=80)
+    assert "0.62 ± 0.025" in text
+
+
+def test_variants_with_one_label_are_told_apart_by_the_fields_that_differ(tmp_path: Path) -> None:
+    first = load_run(write_run(tmp_path / "a", "QAT", steps=10))
+    second = load_run(write_run(tmp_path / "b", "QAT", steps=20))
+    assert [one.label for one in variants([first, second])] == ["QAT, steps 10", "QAT, steps 20"]
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="is not a run directory"):
+        load_run(tmp_path)
