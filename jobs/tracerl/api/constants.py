@@ -31,7 +31,7 @@ class ConditionType(_Documented):
 
 
 class Reason(_Documented):
-    """Reasons of conditions; those of Failed are also the `reason` of a `JobError`."""
+    """Reasons of conditions and of events; those of Failed are also the `reason` of a `JobError`."""
 
     RUNNING = "Running", "All parts run."
     STARTING = "Starting", "Parts are being started."
@@ -59,6 +59,17 @@ class Reason(_Documented):
     )
     ROLLOUT_FAILED = "RolloutFailed", "A rollout answered with an error that a restart does not cure."
     WEIGHT_SYNC_FAILED = "WeightSyncFailed", "Weights could not be pushed to a rollout."
+    RESTARTED = "Restarted", "A process was killed and is started again; event of who started it."
+    ROLLOUT_RESTARTED = (
+        "RolloutRestarted",
+        "A rollout came back and has the weights again; what it was generating is generated again. Event.",
+    )
+    CHECKPOINT_DAMAGED = "CheckpointDamaged", "A checkpoint was not whole; the one before it is used. Event."
+    WARMUP_CACHE = (
+        "WarmupCache",
+        "Warmed-up weights could not be read from or written to the cache; they are computed. Event.",
+    )
+    TRAINER_LOST = "TrainerLost", "Another trainer process is gone or did not answer in time."
     RESTARTS_EXHAUSTED = "RestartsExhausted", "More restarts were needed than failurePolicy.maxRestarts."
     DEADLINE_EXCEEDED = "DeadlineExceeded", "The job ran longer than spec.activeDeadlineSeconds."
     CHECKPOINT_FAILED = (
@@ -126,10 +137,10 @@ _ROLLOUT_CORR: tuple[tuple[str, str, str], ...] = (
     ("ppl_ratio", "", "Trainer's over rollout's perplexity, mean over sequences."),
     ("chi2_token", "", "mean(rho^2) - 1 over tokens."),
     ("chi2_seq", "", "mean(exp(2 sum d)) - 1 over sequences."),
-    ("rollout_is_mean", "", "Mean w."),
-    ("rollout_is_std", "", "Standard deviation of w."),
-    ("rollout_is_max", "", "Largest w."),
-    ("rollout_is_min", "", "Smallest w."),
+    ("rollout_is_mean", "", "Mean w, after the bound."),
+    ("rollout_is_std", "", "Standard deviation of w, after the bound."),
+    ("rollout_is_max", "", "Largest w, after the bound: at most importanceSampling.upper, as in verl."),
+    ("rollout_is_min", "", "Smallest w, after the bound."),
     ("rollout_is_ratio_fraction_high", "ratio", "Tokens whose weight was cut to importanceSampling.upper."),
     ("rollout_is_ratio_fraction_low", "ratio", "Tokens whose weight is below 1 / importanceSampling.upper."),
     ("rollout_is_eff_sample_size", "ratio", "1 / mean((w / mean(w))^2): effective over actual sample size."),
@@ -278,7 +289,8 @@ METRICS: tuple[MetricSpec, ...] = (
         "gauge",
         "ratio",
         (),
-        "Records, guided kernels and extra forward over the critical path of the last step.",
+        "Records, guided kernels and extra forward of the last step over its critical path, which is its wall "
+        "time without evaluation and checkpoint.",
         _TRAINER,
     ),
     MetricSpec("tracerl_generated_tokens_total", "counter", "tokens", (), "Tokens sampled.", _ROLLOUT),

@@ -36,7 +36,7 @@ class Endpoints(Model):
     """Where a server without a `url` publishes ``<name>.json``; None where all have one."""
     rollout: list[Endpoint] = Field(min_length=1)
     rendezvous: str | None = None
-    """host:port of trainer 0 for process groups; None with a single trainer process."""
+    """host:port of trainer 0 for process groups; None on one machine, see `RunLayout.meeting`."""
 
 
 class ResolvedJob(Model):
@@ -142,6 +142,11 @@ class RunLayout:
     def endpoints(self) -> Path:
         """Endpoint files of the servers."""
         return self.root / "endpoints"
+
+    @property
+    def meeting(self) -> Path:
+        """Through which several trainers find each other; new at every start of them."""
+        return self.endpoints / "trainers"
 
     def log(self, name: str) -> Path:
         """Log of a process, appended to by every start of it."""

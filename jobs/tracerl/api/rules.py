@@ -480,6 +480,21 @@ def trainer_parallelism(facts: Facts) -> Iterator[Fault]:
         yield Fault("spec.trainer.parallelism.expert", problem, f"write a divisor of {stage}")
 
 
+@_rule(
+    Level.API,
+    "spec.trainer.parallelism.data",
+    "spec.algorithm.promptsPerStep",
+    "spec.algorithm.samplesPerPrompt",
+)
+def trainers_have_work(facts: Facts) -> Iterator[Fault]:
+    """A step has a trajectory for every data-parallel trainer."""
+    algorithm, data = facts.spec.algorithm, facts.spec.trainer.parallelism.data
+    trajectories = algorithm.prompts_per_step * algorithm.samples_per_prompt
+    if data > trajectories:
+        problem = f"is {data}, but a step has {trajectories} trajectories (promptsPerStep x samplesPerPrompt)"
+        yield Fault("spec.trainer.parallelism.data", problem, f"write at most {trajectories}")
+
+
 @_rule(Level.VALIDATE, "spec.rollout.parallelism", "spec.trainer.parallelism", "spec.model.uri")
 def parallelism_fits_model(facts: Facts) -> Iterator[Fault]:
     """Tensor parallelism divides the attention heads, expert the experts, pipeline the layers."""

@@ -34,7 +34,8 @@ class Only:
 _ENGINE = "it has the Reference engine alone"
 _ONE_MACHINE = "it runs a job on one machine"
 _CPU = "its engines compute on CPUs"
-_ONE_PROCESS = "it runs one process a role"
+_ONE_PROCESS = "a rollout is one process"
+_WHOLE_MODEL = "every trainer process holds the whole model"
 _NO_RING = "it has no shared-memory ring, frames go through a directory or an object store"
 
 SUPPORTED: tuple[Only, ...] = (
@@ -49,11 +50,10 @@ SUPPORTED: tuple[Only, ...] = (
     Only("spec.rollout.parallelism.tensor", 1, _ONE_PROCESS),
     Only("spec.rollout.parallelism.expert", 1, _ONE_PROCESS),
     Only("spec.rollout.parallelism.data", 1, _ONE_PROCESS),
-    Only("spec.trainer.parallelism.tensor", 1, _ONE_PROCESS),
-    Only("spec.trainer.parallelism.pipeline", 1, _ONE_PROCESS),
-    Only("spec.trainer.parallelism.context", 1, _ONE_PROCESS),
-    Only("spec.trainer.parallelism.expert", 1, _ONE_PROCESS),
-    Only("spec.trainer.parallelism.data", 1, _ONE_PROCESS),
+    Only("spec.trainer.parallelism.tensor", 1, _WHOLE_MODEL),
+    Only("spec.trainer.parallelism.pipeline", 1, _WHOLE_MODEL),
+    Only("spec.trainer.parallelism.context", 1, _WHOLE_MODEL),
+    Only("spec.trainer.parallelism.expert", 1, _WHOLE_MODEL),
     Only("spec.quantization.format", Format.NVFP4, "it computes NVFP4 alone"),
     Only("spec.quantization.tensorScale", TensorScaleRule.FIXED, "it has fixed tensor scales alone"),
     Only("spec.transport.onlyObject", True, _NO_RING),

@@ -1,0 +1,382 @@
+"""The command line. Each command imports what it needs when it runs: `tracerl validate` needs no torch.
+
+Exit codes: 0 done, 1 the job failed or was stopped, 2 bad input. Errors are one sentence on stderr.
+"""
+
+# Commands import when they run (above), and printing is what a command line is for.
+# ruff: noqa: PLC0415, T201
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from tracerl.observe.run import Ending
+
+DONE, FAILED, BAD_INPUT = 0, 1, 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code; raises nothing but SystemExit from argparse."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        options = _parser().parse_args(given)
+        options.given = given
+        code = _guarded(options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of a pipe went away. Python flushes stdout once more at exit and must not meet it then.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    return code
+
+
+def _guarded(options: argparse.Namespace) -> int:
+    # The errors are imported here because pydantic comes with them, which `--help` does not need.
+    from tracerl.api.errors import InputError, TraceRLError
+
+    try:
+        command: Callable[[argparse.Namespace], int] = options.command
+        return command(options)
+    except BrokenPipeError:
+        raise
+    except InputError as error:
+        _complain(str(error))
+        return BAD_INPUT
+    except TraceRLError as error:
+        _complain(str(error))
+        return FAILED
+    except KeyboardInterrupt:
+        _complain("stopped (Ctrl-C)")
+        return FAILED
+    except Exception as error:  # whatever it is, the user gets a sentence
+        if options.debug:
+            raise
+        name = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        _complain(f"this should not have happened ({name}); {_keep_traceback()}")
+        return FAILED
+
+
+def _complain(sentence: str) -> None:
+    # The terminal that it is for may be gone, after SIGHUP.
+    with contextlib.suppress(OSError):
+        print(f"tracerl: {sentence}", file=sys.stderr, flush=True)
+
+
+def _keep_traceback() -> str:
+    import tempfile
+    import traceback
+
+    from tracerl.runtime.rundir import cache_directory
+
+    for place in (cache_directory() / "logs", Path(tempfile.gettempdir())):
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(
+                "w", prefix="tracerl-", suffix=".log", dir=place, delete=False
+            ) as file:
+                traceback.print_exc(file=file)
+        except OSError:
+            continue
+        return f"report it with {file.name}"
+    return "run it again with --debug to see where"
+
+
+# -- commands ---------------------------------------------------------------------------------------------
+
+
+def _run(options: argparse.Namespace) -> int:
+    from tracerl.api.errors import JobError, TraceRLError
+    from tracerl.runtime.display import display_for
+    from tracerl.runtime.local import Request, load_local_job, run_directory, run_local
+
+    job = load_local_job(options.job, options.set)
+    directory = run_directory(job, options.out)
+    request = Request(
+        job,
+        directory,
+        options.resume,
+        title=f"{job.metadata.name}: {job.spec.method.name} in {_shown(directory)}",
+        resume_command=_resume_command(options, directory),
+    )
+    display = display_for(quiet=options.quiet)
+    try:
+        ending = run_local(request, display)
+    except JobError:
+        display.close()
+        with contextlib.suppress(TraceRLError):
+            _report_run(directory, quiet=options.quiet)
+        raise
+    finally:
+        display.close()
+    if ending.state == "Complete":
+        _report_run(directory, quiet=options.quiet)
+    return _end(ending)
+
+
+def _resume_command(options: argparse.Namespace, directory: Path) -> str:
+    words = ["tracerl", "run", str(options.job)]
+    for override in options.set:
+        words += ["--set", override]
+    return shlex.join([*words, "--out", str(_shown(directory)), "--resume"])
+
+
+def _shown(directory: Path) -> Path:
+    here = Path.cwd()
+    return directory.relative_to(here) if directory.is_relative_to(here) else directory
+
+
+def _end(ending: Ending) -> int:
+    if ending.state == "Complete":
+        return DONE
+    _complain(ending.message)
+    return FAILED
+
+
+def _report_run(directory: Path, *, quiet: bool) -> None:
+    from tracerl.api.resolved import RunLayout
+    from tracerl.observe.report import write_report
+    from tracerl.observe.run import load_run
+    from tracerl.observe.summary import summarize, summary_table, write_summary
+
+    layout, run = RunLayout(directory), load_run(directory)
+    if not run.starts:
+        return
+    summary = summarize(run)
+    write_summary(summary, layout.summary)
+    write_report([run], layout.report)
+    if not quiet:
+        _print_table(summary_table(summary))
+        print(f"report: {_shown(layout.report)}")
+
+
+def _print_table(table: RenderableType) -> None:
+    from rich.console import Console
+
+    # A table that is read by a program or from a file must not be cut at 80 columns.
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def _validate(options: argparse.Namespace) -> int:
+    import json
+
+    from tracerl.api.errors import InputError
+    from tracerl.api.load import load_job
+
+    try:
+        job = load_job(options.job, options.set)
+    except InputError as error:
+        if options.format == "json":
+            faults = [{"path": f.path, "problem": f.problem, "remedy": f.remedy} for f in error.faults]
+            print(json.dumps({"valid": False, "message": str(error), "faults": faults}, indent=2))
+            return BAD_INPUT
+        raise
+    if options.format == "json":
+        print(json.dumps({"valid": True, "faults": []}, indent=2))
+    else:
+        print(f"{options.job} is valid: job {job.metadata.name}, method {job.spec.method.name}")
+    return DONE
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from tracerl.api.resolved import RunLayout
+    from tracerl.runtime.compare import parse_methods, plan_arms, run_arms
+    from tracerl.runtime.display import display_for
+    from tracerl.runtime.local import load_local_job
+
+    methods = parse_methods(options.methods)
+    job = load_local_job(options.job, options.set)
+    out = (options.out or Path("runs", f"{job.metadata.name}-compare")).expanduser().absolute()
+    arms = plan_arms(options.job, options.set, methods, options.seeds, out)
+    stopped, failures = run_arms(
+        arms, lambda: display_for(quiet=options.quiet), shlex.join(["tracerl", *options.given])
+    )
+    if stopped is not None:
+        return _end(stopped)
+    ran = [arm.directory for arm in arms if RunLayout(arm.directory).metrics.exists()]
+    if ran:
+        _compare_runs(ran, out / "report.html", quiet=options.quiet)
+    if failures:
+        more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
+        _complain(f"{failures[0]}{more}")
+    return FAILED if failures else DONE
+
+
+def _compare_runs(directories: Sequence[Path], page: Path, *, quiet: bool) -> None:
+    from tracerl.observe.report import write_report
+    from tracerl.observe.run import load_run
+    from tracerl.observe.summary import comparison_table, summarize, summary_table, variants
+
+    runs = [load_run(directory) for directory in directories]
+    write_report(runs, page)
+    if not quiet:
+        one = len(runs) == 1
+        _print_table(summary_table(summarize(runs[0])) if one else comparison_table(variants(runs)))
+        print(f"report: {_shown(page)}")
+
+
+def _report(options: argparse.Namespace) -> int:
+    page = options.out
+    if page is None:
+        page = options.runs[0] / "report.html" if len(options.runs) == 1 else Path("report.html")
+    _compare_runs(options.runs, page.absolute(), quiet=False)
+    return DONE
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    import json
+
+    from tracerl.records.inspect import inspect_frames
+
+    damaged = False
+    for frame in inspect_frames(options.places):
+        damaged = damaged or "reason" in frame
+        print(json.dumps(frame) if options.format == "json" else _frame_line(frame))
+    return FAILED if damaged else DONE
+
+
+def _frame_line(frame: dict[str, Any]) -> str:
+    if "reason" in frame:
+        return f"{frame['path']}: damaged ({frame['reason']}): {frame['message']}"
+    whose = f"trajectory {frame['trajectory']}" if "trajectory" in frame else f"prefix {frame['prefix']}"
+    first, stop = frame["rows"]
+    return (
+        f"{frame['path']}: {whose}, part {frame['part'] + 1} of {frame['parts']}, rows {first}–{stop - 1}, "
+        f"version {frame['version']}, {len(frame['sections'])} sections, {frame['bytes']:,} bytes "
+        f"({frame['bytesPerRow']:,} a row){', audit' if frame['audit'] else ''}"
+    )
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from tracerl.records.inspect import verify_frames
+
+    result = verify_frames(options.places)
+    for path, reason, message in result.messages:
+        print(f"{path}: damaged ({reason}): {message}")
+    print(
+        f"{result.whole:,} of {result.frames:,} frames are whole: {result.rows:,} rows, "
+        f"{result.bytes:,} bytes"
+    )
+    return DONE if result.whole == result.frames else FAILED
+
+
+def _doctor(_: argparse.Namespace) -> int:
+    from tracerl.runtime.doctor import examine
+
+    missing = False
+    for check in examine():
+        print(check, flush=True)
+        missing = missing or (check.needed and not check.ok)
+    return FAILED if missing else DONE
+
+
+# -- options ----------------------------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence instead of printing the usage."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        # argparse repeats all commands here, in other words in each version of Python.
+        unknown = re.match(r"argument COMMAND: invalid choice: (.*) \(choose", message)
+        if unknown:
+            message = f"there is no command {unknown[1]}"
+        self.exit(BAD_INPUT, f"tracerl: {message}; see {self.prog} --help\n")
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        from importlib.metadata import version
+
+        print(f"tracerl {version('tracerl')}")
+        parser.exit(DONE)
+
+
+def _seeds(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 1_000:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seeds from 1 to 1000")
+    return int(text)
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="tracerl",
+        description="FP4 reinforcement learning of mixture-of-experts models with TRACE.",
+        epilog="Exit codes: 0 done, 1 the job failed or was stopped, 2 bad input.",
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
+    common = _Parser(add_help=False)
+    common.add_argument("--debug", action="store_true", help="show where an unexpected error came from")
+    job = _Parser(add_help=False)
+    job.add_argument("job", type=Path, metavar="JOB.yaml", help="manifest of the job")
+    job.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="PATH=VALUE",
+        help="change a field, for example spec.algorithm.steps=10; may be repeated",
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def add(name: str, command: Callable[[argparse.Namespace], int], text: str, *parents: _Parser) -> _Parser:
+        made = commands.add_parser(name, help=text, description=text, parents=[*parents, common])
+        made.set_defaults(command=command)
+        return made
+
+    run = add("run", _run, "Run a job on this machine.", job)
+    run.add_argument(
+        "--out", type=Path, metavar="DIR", help="run directory; by default spec.output.uri, else runs/NAME"
+    )
+    run.add_argument("--resume", action="store_true", help="continue the run in that directory")
+    run.add_argument("--quiet", action="store_true", help="show errors only")
+
+    validate = add("validate", _validate, "Check a manifest and say all that is wrong with it.", job)
+    validate.add_argument("--format", choices=["text", "json"], default="text", help="text by default")
+
+    compare = add("compare", _compare, "Run a job under several methods and compare them.", job)
+    compare.add_argument(
+        "--methods", required=True, metavar="A,B,…", help="methods, for example BF16,QAT,TRACE"
+    )
+    compare.add_argument("--seeds", type=_seeds, default=1, metavar="N", help="runs a method; 1 by default")
+    compare.add_argument("--out", type=Path, metavar="DIR", help="by default runs/NAME-compare")
+    compare.add_argument("--quiet", action="store_true", help="show errors only")
+
+    text = "Look into stored record frames."
+    records = commands.add_parser("records", help=text, description=text)
+    verbs = records.add_subparsers(metavar="COMMAND", required=True)
+
+    def add_verb(name: str, command: Callable[[argparse.Namespace], int], text: str) -> _Parser:
+        made = verbs.add_parser(name, help=text, description=text, parents=[common])
+        made.add_argument("places", nargs="+", metavar="PATH|URL", help="frames or directories of them")
+        made.set_defaults(command=command)
+        return made
+
+    inspect = add_verb("inspect", _inspect, "Say what record frames hold.")
+    inspect.add_argument("--format", choices=["text", "json"], default="text", help="text by default")
+    add_verb("verify", _verify, "Check every hash of record frames.")
+
+    report = add("report", _report, "Write report.html of a run, or of several to compare.")
+    report.add_argument("runs", nargs="+", type=Path, metavar="DIR", help="run directories")
+    report.add_argument(
+        "--out", type=Path, metavar="FILE", help="the page; by default report.html in DIR, of several here"
+    )
+
+    add("doctor", _doctor, "Check this machine and say how to get what is missing.")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""What every process of a run does around its work: log, end with its parent, say why it ended.
+
+Exit codes: 0 done, 1 the job failed, 2 bad input, 70 an error that nobody foresaw. For 1, 2
+and 70 the parent gets the sentence for the user; the traceback of 70 is in the log alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tracerl.api.constants import Reason
+from tracerl.api.errors import InputError, JobError
+from tracerl.api.resolved import ResolvedJob
+from tracerl.runtime.processes import NOTE_VARIABLE, PARENT_VARIABLE, ExitNote
+
+EXIT_UNEXPECTED = 70
+"""EX_SOFTWARE of sysexits.h."""
+
+_PR_SET_PDEATHSIG = 1
+_PARENT_POLL_SECONDS = 0.5
+_ORPHAN_GRACE_SECONDS = 3.0
+
+log = logging.getLogger(__name__)
+
+
+class OneLine(logging.Formatter):
+    """One line a record, tracebacks included, so that a log can be read line by line by any tool."""
+
+    default_time_format = "%Y-%m-%dT%H:%M:%S"
+    default_msec_format = "%s.%03dZ"
+
+    def __init__(self) -> None:
+        super().__init__("{asctime} {levelname} {name} {message}", style="{")
+        self.converter = time.gmtime
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Format a record, with line ends written as a backslash and an n."""
+        return super().format(record).replace("\n", "\\n")
+
+
+def log_to_stderr() -> None:
+    """Send the log of this process to stderr, from level INFO."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(OneLine())
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    logging.captureWarnings(True)
+
+
+def end_with_parent() -> None:
+    """End this process when the parent named in the environment dies; nothing when none is named.
+
+    The kernel's signal is sent at once but only from the moment it was asked for; polling sees a parent that
+    died before. SIGTERM first, so that endpoints and frames are removed; SIGKILL for the whole group when the
+    process is stuck.
+    """
+    text = os.environ.get(PARENT_VARIABLE)
+    if text is None:
+        return
+    parent = int(text)
+    os.set_inheritable(int(os.environ[NOTE_VARIABLE]), False)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    threading.Thread(target=_watch, args=(parent,), name="parent-watch", daemon=True).start()
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_PARENT_POLL_SECONDS)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_ORPHAN_GRACE_SECONDS)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def run_process(path: Path, name: str, work: Callable[[ResolvedJob], None]) -> int:
+    """Run the work of the process `name` of the job at `path` to its end and return the exit code.
+
+    What SIGTERM does is for `work` to decide; until it does so the signal ends the process.
+    """
+    log_to_stderr()
+    end_with_parent()
+    try:
+        job = ResolvedJob.read(path)
+        log.info("%s of job %s starts as process %d", name, job.job.metadata.name, os.getpid())
+        work(job)
+    except InputError as error:
+        return _explain(Reason.INVALID_SPEC, str(error), 2)
+    except JobError as error:
+        return _explain(error.reason, str(error), 1)
+    except Exception as error:
+        log.exception("%s failed unexpectedly", name)
+        sentence = f"{name} failed unexpectedly ({type(error).__name__}: {_first_line(error)})"
+        return _explain(Reason.UNEXPECTED, sentence, EXIT_UNEXPECTED)
+    log.info("%s ends", name)
+    return 0
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else "no message"
+
+
+def _explain(reason: str, message: str, code: int) -> int:
+    log.error("%s", message)
+    ExitNote(reason, message).send()
+    return code

@@ -1,0 +1,169 @@
+"""`tracerl doctor`: what of this machine a local run needs, what is there, and how to get what is not."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import resource
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tracerl.runtime.rundir import cache_directory
+
+_GIB = 2**30
+_LIBRARIES = (
+    "aiohttp",
+    "fsspec",
+    "jinja2",
+    "matplotlib",
+    "numpy",
+    "prometheus_client",
+    "rich",
+    "safetensors",
+)
+_MEMORY = 4 * _GIB
+_DISK = 2 * _GIB
+_SHARED_MEMORY = 256 * 2**20
+_FILES = 1024
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the diagnosis. `remedy` says how to get what is missing, or what it would be good for."""
+
+    name: str
+    ok: bool
+    found: str
+    remedy: str
+    needed: bool = True
+
+    def __str__(self) -> str:
+        """Give the line."""
+        state = "ok" if self.ok else "missing" if self.needed else "absent"
+        return f"{state:<8} {self.name}: {self.found}" + ("" if self.ok else f"; {self.remedy}")
+
+
+def examine() -> Iterator[Check]:
+    """Look at this machine, quick things first; the checks never raise."""
+    version = ".".join(map(str, sys.version_info[:3]))
+    yield Check(
+        "Python", (3, 11) <= sys.version_info[:2] <= (3, 13), version, "install Python 3.11, 3.12 or 3.13"
+    )
+    yield Check(
+        "system",
+        sys.platform == "linux",
+        f"{platform.system()} {platform.machine()}",
+        "run jobs on Linux: processes are tied to their parent by the kernel",
+    )
+    yield _packages()
+    yield _torch()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    yield Check(
+        "CPU", cores >= 2, f"{cores} usable", "a second core lets rollout and trainer run side by side", False
+    )
+    yield _memory()
+    yield _space("shared memory", Path("/dev/shm"), _SHARED_MEMORY, "mount /dev/shm larger")  # noqa: S108
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield Check(
+        "open files", soft >= _FILES, f"{soft} allowed", f"raise it with ulimit -n {min(hard, 65_536)}"
+    )
+    yield _cache()
+    gym = importlib.util.find_spec("reasoning_gym") is not None
+    yield Check(
+        "reasoning-gym",
+        gym,
+        _version("reasoning-gym") if gym else "not installed",
+        "for tasks reasoning_gym/…: pip install 'tracerl[tasks]'",
+        needed=False,
+    )
+    yield _gpu()
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"
+
+
+def _packages() -> Check:
+    absent = [name for name in (*_LIBRARIES, "xxhash") if importlib.util.find_spec(name) is None]
+    found = f"{', '.join(absent)} not installed" if absent else "all of the extra jobs"
+    return Check("packages", not absent, found, "pip install 'tracerl[jobs]'")
+
+
+def _torch() -> Check:
+    remedy = "pip install 'tracerl[jobs]'"
+    if importlib.util.find_spec("torch") is None:
+        return Check("torch", False, "not installed", remedy)
+    try:
+        version = str(importlib.import_module("torch").__version__)
+    except (ImportError, OSError) as error:
+        return Check("torch", False, f"cannot be loaded ({_first_line(error)})", remedy)
+    major, minor = (int(part) for part in version.split(".")[:2])
+    return Check("torch", (major, minor) >= (2, 7), version, "install torch 2.7 or newer")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _memory() -> Check:
+    limit = Path("/sys/fs/cgroup/memory.max")
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        text = limit.read_text(encoding="ascii").strip()
+    except OSError:
+        text = "max"
+    usable = min(total, int(text)) if text.isdecimal() else total
+    return Check(
+        "memory",
+        usable >= _MEMORY,
+        f"{usable / _GIB:.1f} GiB",
+        f"give this machine {_MEMORY // _GIB} GiB",
+    )
+
+
+def _space(name: str, path: Path, wanted: int, remedy: str) -> Check:
+    return _checked(name, lambda: shutil.disk_usage(path).free, path, wanted, remedy)
+
+
+def _checked(name: str, free: Callable[[], int], path: Path, wanted: int, remedy: str) -> Check:
+    try:
+        there = free()
+    except OSError as error:
+        return Check(name, False, f"{path}: {(error.strerror or str(error)).lower()}", remedy)
+    found = f"{there / _GIB:.1f} GiB free in {path}"
+    return Check(name, there >= wanted, found, f"{remedy} ({wanted / _GIB:g} GiB)")
+
+
+def _cache() -> Check:
+    path = cache_directory()
+    remedy = "name a directory with room in TRACERL_CACHE"
+
+    def free() -> int:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path) as file:
+            file.write(b"x")
+        return shutil.disk_usage(path).free
+
+    return _checked("cache", free, path, _DISK, remedy)
+
+
+def _gpu() -> Check:
+    remedy = "not needed: the reference engines compute on the CPU"
+    if importlib.util.find_spec("torch") is None:
+        return Check("GPU", False, "unknown without torch", remedy, needed=False)
+    try:
+        cuda = importlib.import_module("torch").cuda
+        names = [cuda.get_device_name(index) for index in range(cuda.device_count())]
+    except (ImportError, OSError, RuntimeError) as error:
+        return Check("GPU", False, _first_line(error), remedy, needed=False)
+    return Check("GPU", bool(names), ", ".join(names) or "none", remedy, needed=False)

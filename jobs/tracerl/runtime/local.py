@@ -1,0 +1,209 @@
+"""One job on this machine: a rollout process and trainer processes, restarted within the job's budget.
+
+The parent holds no weights and no records: it starts, watches, restarts and stops, shows what the run log
+says, and leaves the run directory tidy however the run ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tracerl.api.constants import Reason
+from tracerl.api.errors import InputError, JobError, TraceRLError
+from tracerl.api.job import TraceRLJob
+from tracerl.api.load import load_job
+from tracerl.api.machine import Machine
+from tracerl.api.resolved import ResolvedJob, RunLayout
+from tracerl.observe.run import Ending, parse_line
+from tracerl.observe.runlog import Progress, RunLog, Tail
+from tracerl.rl.steprecord import EventRecord, StartRecord, StepRecord
+from tracerl.runtime.display import Display
+from tracerl.runtime.processes import ProcessSpec, StopSignals, module_arguments
+from tracerl.runtime.rundir import (
+    claimed,
+    disk_errors,
+    read_ending,
+    refuse,
+    resume_run,
+    start_run,
+    tidy,
+    write_ending,
+    write_token,
+)
+from tracerl.runtime.supervise import Supervisor
+
+TRAINER = "trainer-0"
+"""The process that runs the loop."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `tracerl run` was asked for."""
+
+    job: TraceRLJob
+    directory: Path
+    resume: bool
+    title: str
+    """Shown when it starts."""
+    resume_command: str
+    """What the user types to go on after it stopped."""
+
+
+def run_directory(job: TraceRLJob, out: Path | None) -> Path:
+    """Where a local run goes: `--out`, else a file:// `spec.output.uri`, else ``./runs/<name>``."""
+    if out is not None:
+        return out.expanduser().absolute()
+    uri = job.spec.output.uri
+    if uri is None:
+        return Path("runs", job.metadata.name).absolute()
+    if not uri.startswith("file://"):
+        raise InputError(f"spec.output.uri: {uri} is not on this machine; give a directory with --out")
+    return Path(uri.removeprefix("file://")).absolute()
+
+
+def load_local_job(manifest: Path, overrides: Sequence[str]) -> TraceRLJob:
+    """Read a manifest that is to start on this machine, now; InputError lists all faults."""
+    job = load_job(manifest, overrides, machine=Machine.here())
+    task = job.spec.task.name or ""
+    if task.startswith("reasoning_gym/") and importlib.util.find_spec("reasoning_gym") is None:
+        raise InputError(
+            f"spec.task.name {task} needs reasoning-gym, which is not installed; "
+            "pip install 'tracerl[tasks]', or write builtin/chain_sum"
+        )
+    return job
+
+
+def run_local(request: Request, display: Display) -> Ending:
+    """Run the job to its end, or until Ctrl-C, SIGTERM or SIGHUP, and say how it ended.
+
+    A run that is complete already is not run again. InputError (nothing was started, or a process refused its
+    input) and JobError are raised after everything stopped and was removed; the run can be taken up again.
+    """
+    directory = request.directory
+    refuse(directory, resume=request.resume)
+    with StopSignals() as signals, claimed(directory) as lock:
+        with disk_errors(directory):
+            refuse(directory, resume=request.resume)
+            resolved = (resume_run if request.resume else start_run)(request.job, directory)
+        before = read_ending(resolved.layout)
+        if before is not None and before.state == "Complete":
+            display.note(f"{request.title}: complete already")
+            return before
+        display.note(request.title)
+        try:
+            with disk_errors(directory):
+                resolved.layout.result.unlink(missing_ok=True)
+                tidy(resolved)
+                write_token(resolved.layout)
+            with RunLog(directory) as log:
+                return _supervise(request, resolved, log, display, signals, lock=lock)
+        finally:
+            with contextlib.suppress(OSError):
+                tidy(resolved)
+
+
+def _supervise(
+    request: Request, resolved: ResolvedJob, log: RunLog, display: Display, signals: StopSignals, *, lock: int
+) -> Ending:
+    spec, layout = resolved.job.spec, resolved.layout
+    follower = Follower(layout, display)
+    supervisor = Supervisor(
+        processes=process_specs(resolved),
+        leader=TRAINER,
+        max_restarts=spec.failure_policy.max_restarts,
+        deadline_seconds=spec.active_deadline_seconds,
+        resume_command=request.resume_command,
+        follow=follower.show,
+        announce=lambda text: log.event(Reason.RESTARTED, text, step=follower.step),
+    )
+    try:
+        ending = supervisor.run(signals, keep_open=lock)
+    except TraceRLError as error:
+        reason = error.reason if isinstance(error, JobError) else Reason.INVALID_SPEC
+        # A full disk may be why the run failed; the sentence about that is the one to show.
+        with contextlib.suppress(OSError):
+            write_ending(layout, supervisor.ending("Failed", reason, str(error)))
+        raise
+    with disk_errors(layout.root):
+        write_ending(layout, ending)
+    return ending
+
+
+def process_specs(resolved: ResolvedJob) -> list[ProcessSpec]:
+    """Give the processes of a local run in the order in which they are started."""
+    layout, spec = resolved.layout, resolved.job.spec
+
+    def process(role: str, number: int, threads: int) -> ProcessSpec:
+        name = f"{role}-{number}"
+        # A server that comes back listens elsewhere: nobody must ask whoever has the old port by then.
+        leaves = [layout.endpoints / f"{name}.json"]
+        return ProcessSpec(
+            name,
+            role,
+            module_arguments(f"tracerl.runtime.{role}_main", str(layout.job), name),
+            layout.log(name),
+            _environment(threads),
+            leaves=[*leaves, layout.meeting] if name == TRAINER else leaves,
+        )
+
+    trainers = range(spec.trainer.parallelism.data)
+    return [
+        process("rollout", 0, spec.rollout.threads),
+        *(process("trainer", number, spec.trainer.threads) for number in trainers),
+    ]
+
+
+def _environment(threads: int) -> Mapping[str, str]:
+    # Huge pages for malloc halve the time of a step of the reference engine on a CPU.
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    if "glibc.malloc.hugetlb" not in tunables:
+        tunables = f"{tunables}:glibc.malloc.hugetlb=1".lstrip(":")
+    pools = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    # Process groups of one machine listen on nothing that another machine reaches.
+    return {
+        "GLIBC_TUNABLES": tunables,
+        "GLOO_SOCKET_IFNAME": "lo",
+        **dict.fromkeys(pools, str(threads)),
+    }
+
+
+class Follower:
+    """Reads what the processes write into the run log, and shows what is new since it was made."""
+
+    def __init__(self, layout: RunLayout, display: Display) -> None:
+        self._display = display
+        self._events, self._steps = Tail(layout.events), Tail(layout.metrics)
+        self._events.poll()
+        self.step = max((int(line.get("step", 0)) for line in self._steps.poll()), default=0)
+        """Last step that was shown, or was in the log before."""
+
+    def show(self) -> None:
+        """Hand new lines to the display; OSError when it is gone."""
+        display = self._display
+        for line in (*self._events.poll(), *self._steps.poll()):
+            match parse_line(line):
+                case StartRecord() as start:
+                    # Steps behind the checkpoint are computed, and shown, again.
+                    self.step = start.resumed_from
+                    display.note(_started(start))
+                case Progress() as progress:
+                    display.progress(progress.stage, progress.done, progress.total, progress.values)
+                case EventRecord() as event if event.reason != Reason.ROLLOUT_RESTARTED:
+                    # The supervisor announced that restart already, with why and with its count.
+                    display.note(event.message)
+                case StepRecord() as record if record.step > self.step:
+                    self.step = record.step
+                    display.step(record)
+                case _:
+                    pass
+
+
+def _started(start: StartRecord) -> str:
+    begin = f"continues after step {start.resumed_from}" if start.resumed_from else "starts"
+    reward = "" if start.held_out_reward is None else f", held-out reward {start.held_out_reward:.3f}"
+    return f"{start.method} {begin}: {start.parameters / 1e6:.2f} M parameters{reward}"

@@ -1,0 +1,218 @@
+"""The run directory of a local run: claimed by one `tracerl run` at a time, and tidy however that ended."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tracerl.api.constants import Reason
+from tracerl.api.errors import InputError, JobError
+from tracerl.api.job import Mutability, Retention, Spec, TraceRLJob
+from tracerl.api.resolved import Endpoint, Endpoints, ResolvedJob, RunLayout, write_atomically
+from tracerl.observe.run import Ending
+
+# A run that was killed holds its lock until its children noticed, which takes them a poll of their parent.
+_LOCK_SECONDS = 5.0
+
+
+def read_ending(layout: RunLayout) -> Ending | None:
+    """How the last run in this directory ended, or None when it was killed or has not ended."""
+    try:
+        return Ending.model_validate_json(layout.result.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def write_ending(layout: RunLayout, ending: Ending) -> None:
+    """Keep how the run ended; OSError when that cannot be written."""
+    write_atomically(layout.result, ending.model_dump_json(indent=2) + "\n")
+
+
+def cache_directory() -> Path:
+    """Where things that outlive runs are kept: ``$TRACERL_CACHE``, else ``~/.cache/tracerl``."""
+    named = os.environ.get("TRACERL_CACHE")
+    if named:
+        return Path(named).expanduser().absolute()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "tracerl"
+
+
+@contextlib.contextmanager
+def claimed(directory: Path) -> Iterator[int]:
+    """Make the directory if need be and hold it; yields the descriptor of its lock.
+
+    InputError when it cannot be made or written, or when another run holds it.
+    """
+    layout = RunLayout(directory)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = os.open(layout.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise InputError(
+            f"{directory} cannot be used as run directory ({_words(error)}); give another with --out"
+        ) from error
+    try:
+        _lock(lock, directory)
+        with disk_errors(directory):
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+        try:
+            yield lock
+        finally:
+            os.ftruncate(lock, 0)
+    finally:
+        os.close(lock)
+
+
+def _lock(lock: int, directory: Path) -> None:
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            holder = os.pread(lock, 32, 0).decode(errors="replace").strip()
+            if _is_alive(holder) or time.monotonic() > deadline:
+                raise InputError(
+                    f"another tracerl run{f' (process {holder})' if holder else ''} works in {directory}; "
+                    "wait for it, stop it, or give another directory with --out"
+                ) from None
+            time.sleep(0.05)
+
+
+def _is_alive(pid: str) -> bool:
+    return pid.isdecimal() and Path("/proc", pid).exists()
+
+
+@contextlib.contextmanager
+def disk_errors(directory: Path) -> Iterator[None]:
+    """Turn a failure to write in the run directory into a JobError with the sentence for the user."""
+    try:
+        yield
+    except OSError as error:
+        raise JobError(
+            Reason.CONFIGURATION,
+            f"{error.filename or directory} cannot be written ({_words(error)}); "
+            "make room or give another directory with --out",
+        ) from error
+
+
+def _words(error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "no space left"
+    return (error.strerror or str(error)).lower()
+
+
+def refuse(directory: Path, *, resume: bool) -> None:
+    """Raise InputError when a run cannot start or be resumed in this directory, without touching it."""
+    layout = RunLayout(directory)
+    if resume:
+        if not layout.job.exists():
+            raise InputError(f"{directory} has no run to resume; start one without --resume")
+    elif layout.job.exists():
+        raise InputError(
+            f"{directory} already has a run; continue it with --resume or give another directory with --out"
+        )
+    elif directory.is_dir():
+        others = sorted(entry.name for entry in directory.iterdir() if entry != layout.lock)
+        if others:
+            raise InputError(
+                f"{directory} holds other files, for example {others[0]}; give a new directory with --out"
+            )
+
+
+def start_run(job: TraceRLJob, directory: Path) -> ResolvedJob:
+    """Resolve a job into a claimed directory that `refuse` let pass."""
+    layout = RunLayout(directory)
+    resolved = ResolvedJob(
+        job=job,
+        job_uid=job.metadata.uid or str(uuid.uuid4()),
+        run_dir=directory,
+        cache_dir=cache_directory(),
+        token_file=layout.token,
+        endpoints=Endpoints(directory=layout.endpoints, rollout=[Endpoint(name="rollout-0")]),
+    )
+    resolved.write(layout.job)
+    return resolved
+
+
+def resume_run(job: TraceRLJob, directory: Path) -> ResolvedJob:
+    """Take up the run in a directory, also when that was moved or the job's mutable fields were changed.
+
+    InputError when it is of a job that differs in a field that must not change.
+    """
+    layout = RunLayout(directory)
+    before = ResolvedJob.read(layout.job)
+    changed = [
+        path
+        for path in _differences(Spec, _document(before.job.spec), _document(job.spec), "spec")
+        if path != "spec.output.uri"
+    ]
+    if before.job.metadata.name != job.metadata.name:
+        changed.insert(0, "metadata.name")
+    if changed:
+        raise InputError(
+            f"{changed[0]} is not what the run in {directory} was started with; "
+            "undo that or start a new run with --out"
+        )
+    resolved = before.model_copy(
+        update={
+            "job": job,
+            "run_dir": directory,
+            "cache_dir": cache_directory(),
+            "token_file": layout.token,
+            "endpoints": before.endpoints.model_copy(update={"directory": layout.endpoints}),
+        }
+    )
+    resolved.write(layout.job)
+    return resolved
+
+
+def _document(spec: Spec) -> dict[str, Any]:
+    return spec.model_dump(mode="json", by_alias=True)
+
+
+def _differences(model: Any, before: Any, after: Any, path: str) -> list[str]:
+    """Paths of the fields that differ and are immutable while a job is suspended, too."""
+    if not (isinstance(before, dict) and isinstance(after, dict) and hasattr(model, "model_fields")):
+        return [] if before == after else [path]
+    found = []
+    for name, info in model.model_fields.items():
+        alias = info.alias or name
+        extra = info.json_schema_extra or {}
+        if extra.get("x-tracerl-mutability", Mutability.IMMUTABLE) == Mutability.IMMUTABLE:
+            found += _differences(info.annotation, before.get(alias), after.get(alias), f"{path}.{alias}")
+    return found
+
+
+def write_token(layout: RunLayout) -> None:
+    """Make a new bearer token that only this user can read."""
+    layout.token.unlink(missing_ok=True)
+    descriptor = os.open(layout.token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="ascii") as file:
+        file.write(secrets.token_hex(32) + "\n")
+
+
+def tidy(job: ResolvedJob) -> None:
+    """Remove what only running processes need: token, endpoints, weights on their way, frames.
+
+    Called when no process of the run lives; frames stay when the job wants them to.
+    """
+    layout = job.layout
+    layout.token.unlink(missing_ok=True)
+    shutil.rmtree(layout.endpoints, ignore_errors=True)
+    shutil.rmtree(layout.weights, ignore_errors=True)
+    if job.job.spec.transport.object.retention is Retention.TRAINED:
+        shutil.rmtree(layout.records, ignore_errors=True)
+    for pattern in ("*.tmp", "*.partial", "checkpoints/.*.partial"):
+        for unfinished in layout.root.glob(pattern):
+            shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink()

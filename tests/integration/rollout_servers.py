@@ -1,0 +1,115 @@
+"""Rollout servers as the processes that they are in a run: started by entry point, found by their file."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tracerl.api.job import TraceRLJob
+from tracerl.api.model import BUILTIN_MODELS
+from tracerl.api.resolved import Endpoint, EndpointFile, Endpoints, ResolvedJob
+from tracerl.engines.reference.model import MoEModel
+from tracerl.engines.reference.weights import hf_views, initialise, write_model
+
+SHAPE = BUILTIN_MODELS["tiny-moe"]
+WAIT_SECONDS = 90
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    """Look again and again until something holds; fails the test when it never does."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+def resolve(
+    directory: Path, *, method: str = "TRACE", records: dict | None = None, rollout: dict | None = None
+) -> ResolvedJob:
+    """A run directory with a resolved job and a token."""
+    job = TraceRLJob.model_validate(
+        {
+            "metadata": {"name": "rollout"},
+            "spec": {
+                "model": {"uri": "builtin://tiny-moe", "dtype": "Float32"},
+                "task": {"name": "builtin/chain_sum"},
+                "algorithm": {
+                    "steps": 1,
+                    "promptsPerStep": 1,
+                    "samplesPerPrompt": 2,
+                    "maxPromptTokens": 10,
+                    "maxResponseTokens": 120,
+                },
+                "method": {"name": method},
+                "records": records or {},
+                "rollout": rollout or {},
+            },
+        }
+    )
+    directory.mkdir()
+    token = directory / "token"
+    token.write_text("s3cret\n")
+    resolved = ResolvedJob(
+        job=job,
+        job_uid="uid-1",
+        run_dir=directory,
+        cache_dir=directory / "cache",
+        token_file=token,
+        endpoints=Endpoints(directory=directory / "endpoints", rollout=[Endpoint(name="rollout-0")]),
+    )
+    resolved.write(directory / "job.yaml")
+    return resolved
+
+
+def write_weights(directory: Path, seed: int) -> dict:
+    """A model directory with initial weights, as a trainer exports them; also the tensors."""
+    parameters = {name: p.detach() for name, p in MoEModel(SHAPE).named_parameters()}
+    initialise(SHAPE, parameters, seed)
+    tensors = {name: view.contiguous() for name, view in hf_views(SHAPE, parameters).items()}
+    write_model(directory, SHAPE, tensors.items())
+    return tensors
+
+
+class Server:
+    """A rollout process; `url` once it listens."""
+
+    def __init__(self, resolved: ResolvedJob) -> None:
+        self.resolved = resolved
+        self.published = resolved.layout.endpoints / "rollout-0.json"
+        before = EndpointFile.read(self.published)
+        log = resolved.run_dir / "rollout.log"
+        with log.open("ab") as file:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "tracerl.runtime.rollout_main",
+                    str(resolved.run_dir / "job.yaml"),
+                    "rollout-0",
+                ],
+                stdout=file,
+                stderr=file,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+
+        def listens() -> bool:
+            assert self.process.poll() is None, log.read_text()
+            found = EndpointFile.read(self.published)
+            return found is not None and found != before
+
+        wait_until(listens)
+        found = EndpointFile.read(self.published)
+        assert found is not None
+        self.url, self.instance_id = found.url, found.instance_id
+
+    def log(self) -> str:
+        return (self.resolved.run_dir / "rollout.log").read_text()
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(WAIT_SECONDS)

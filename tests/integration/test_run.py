@@ -1,0 +1,260 @@
+"""`tracerl run` and `compare` with real processes: done, killed, stopped, resumed, and nothing left."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+SECONDS = 90.0
+"""Deadline of each wait: far more than it takes even on a busy machine."""
+pytestmark = pytest.mark.timeout(600)
+
+JOB = {
+    "apiVersion": "tracerl.dev/v1alpha1",
+    "kind": "TraceRLJob",
+    "metadata": {"name": "tiny"},
+    "spec": {
+        "model": {"uri": "builtin://tiny-moe"},
+        "task": {"name": "builtin/chain_sum", "heldOutPrompts": 4},
+        "algorithm": {
+            "steps": 2,
+            "promptsPerStep": 2,
+            "samplesPerPrompt": 2,
+            "maxResponseTokens": 4,
+            "evaluation": {"prompts": 4},
+        },
+        "method": {"name": "TRACE"},
+        "rollout": {"maxRunningRequests": 8, "kvCacheTokens": 1024},
+        "transport": {"onlyObject": True},
+    },
+}
+
+
+class Command:
+    """A running `tracerl`."""
+
+    def __init__(self, where: Path, *arguments: str) -> None:
+        self.where = where
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tracerl.cli", *arguments],
+            cwd=where,
+            env={**os.environ, "TRACERL_CACHE": str(where / "cache")},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def finish(self) -> tuple[int, str, str]:
+        """Exit code, stdout, stderr."""
+        try:
+            out, error = self.process.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+        return self.process.returncode, out, error
+
+    def until(self, condition, what: str):
+        """Wait for a condition while the command runs; returns what it found."""
+        deadline = time.monotonic() + SECONDS
+        while not (found := condition()):
+            assert self.process.poll() is None, f"it ended before {what}: {self.finish()}"
+            assert time.monotonic() < deadline, f"waited in vain: {what}"
+            time.sleep(0.1)
+        return found
+
+
+@pytest.fixture
+def tracerl(tmp_path):
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(JOB))
+    commands = []
+
+    def start(*arguments: str) -> Command:
+        commands.append(Command(tmp_path, *arguments))
+        return commands[-1]
+
+    yield start
+    for command in commands:
+        command.process.kill()
+        command.process.communicate()
+    deadline = time.monotonic() + SECONDS
+    while processes_in(tmp_path):
+        assert time.monotonic() < deadline, f"still there: {processes_in(tmp_path)}"
+        time.sleep(0.02)
+
+
+def processes_in(where: Path) -> dict[int, str]:
+    """Processes of the runs below a directory, by their command line."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and int(entry.name) != os.getpid():
+            try:
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+            if str(where) in line:
+                found[int(entry.name)] = line
+    return found
+
+
+def role(run: Path, name: str) -> int | None:
+    """Process id of a role of a run."""
+    for pid, line in processes_in(run).items():
+        if f"tracerl.runtime.{name}_main" in line:
+            return pid
+    return None
+
+
+def steps(run: Path) -> list[int]:
+    try:
+        lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    return [json.loads(line)["step"] for line in lines if line.endswith("\n")]
+
+
+def events(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+
+
+LASTING = {"checkpoints", "events.jsonl", "job.yaml", "lock", "logs", "metrics.jsonl", "result.json"}
+
+
+def test_a_run_to_its_end_and_then_compared(tracerl, tmp_path):
+    run = tmp_path / "both/trace-seed1"
+    code, out, error = tracerl("run", "job.yaml", "--out", "both/trace-seed1").finish()
+    assert (code, error) == (0, "")
+    lines = out.splitlines()
+    assert lines[0] == "tiny: TRACE in both/trace-seed1"
+    shown = [line for line in lines if line.startswith("step ")]
+    assert len(shown) == 2
+    assert re.fullmatch(r"step 2/2  reward \d\.\d{3}  gap \d\.\d{4}  [\d,]+ tok/s  \d+\.\d\d s", shown[1])
+    assert "tiny  TRACE" in out
+    assert lines[-1] == "report: both/trace-seed1/report.html"
+    assert steps(run) == [1, 2]
+    assert json.loads((run / "result.json").read_text())["state"] == "Complete"
+    assert json.loads((run / "summary.json").read_text())["steps_done"] == 2
+    assert "<html" in (run / "report.html").read_text()
+    assert {path.name for path in run.iterdir()} == LASTING | {"report.html", "summary.json"}
+    assert "Traceback" not in (run / "logs/trainer-0.log").read_text()
+
+    code, _, error = tracerl("run", "job.yaml", "--out", str(run)).finish()
+    assert code == 2
+    assert error == (
+        f"tracerl: {run} already has a run; continue it with --resume or give another directory with --out\n"
+    )
+
+    # What is complete is not run again, by run --resume and by compare.
+    written = (run / "metrics.jsonl").stat()
+    code, out, error = tracerl("run", "job.yaml", "--out", str(run), "--resume", "--quiet").finish()
+    assert (code, out, error) == (0, "", "")
+    compare = ["compare", "job.yaml", "--methods", "TRACE,BF16", "--out", "both"]
+    for _ in range(2):
+        code, out, error = tracerl(*compare).finish()
+        assert (code, error) == (0, "")
+        assert "run 1 of 2: TRACE, seed 1: complete already\nrun 2 of 2: BF16, seed 1" in out
+        assert "Held-out reward" in out
+        assert out.endswith("report: both/report.html\n")
+        assert {path.name for path in (tmp_path / "both").iterdir()} == {
+            *("trace-seed1", "bf16-seed1", "report.html")
+        }
+        assert (run / "metrics.jsonl").stat() == written
+        other = (tmp_path / "both/bf16-seed1/metrics.jsonl").stat().st_mtime_ns
+    assert (tmp_path / "both/bf16-seed1/metrics.jsonl").stat().st_mtime_ns == other
+
+
+def test_a_run_that_is_hit_by_everything(tracerl, tmp_path):
+    run = tmp_path / "out"
+    more = ["--set", "spec.algorithm.steps=100000", "--set", "spec.trainer.checkpoint.every=1"]
+    command = tracerl("run", "job.yaml", *more, "--out", "out")
+
+    def past(step):
+        return lambda: steps(run)[-1:] > [step]
+
+    command.until(past(1), "the second step")
+    for name in ("rollout", "trainer"):
+        killed = role(run, name)
+        before = steps(run)[-1]
+        os.kill(killed, signal.SIGKILL)
+        # A step of before the kill may still be written, or be computed again: look past it.
+        command.until(lambda n=name, k=killed: role(run, n) not in (None, k), f"the {name} is back")
+        command.until(past(before + 2), f"steps with the new {name}")
+    restarted = [event["message"] for event in events(run) if event.get("reason") == "Restarted"]
+    assert [message.split()[0] for message in restarted] == ["rollout-0", "trainer-0"]
+    resumed = [event["resumed_from"] for event in events(run) if event["type"] == "start"]
+    assert len(resumed) == 2
+    assert resumed[1] >= 1
+    assert steps(run) == [*range(1, len(steps(run)) + 1)]
+
+    # A second command in the same directory is refused and disturbs nothing.
+    code, _, error = tracerl("run", "job.yaml", *more, "--out", "out", "--resume").finish()
+    assert code == 2
+    assert f"another tracerl run (process {command.process.pid}) works in {run}" in error
+
+    token = (run / "token").read_text()
+    os.kill(command.process.pid, signal.SIGKILL)
+    code, out, _ = command.finish()
+    assert code == -signal.SIGKILL
+    assert out.startswith("tiny: TRACE in out\n")
+    # Steps are shown also after a restart of the trainer, which may replace the file that they are read from.
+    after = out.rpartition("starting it again")[2]
+    assert len(re.findall(r"^step \d+/100000 ", after, re.M)) > 1
+
+    command = tracerl("run", "job.yaml", *more, "--out", "out", "--resume")
+    done = steps(run)[-1]
+    command.until(past(done + 1), "a step after the resume")
+    assert (run / "token").read_text() != token
+    assert len([line for line in processes_in(run).values() if "_main" in line]) == 2
+    began = time.monotonic()
+    os.kill(command.process.pid, signal.SIGINT)
+    code, _, error = command.finish()
+    assert time.monotonic() - began < SECONDS / 2
+    assert code == 1
+    assert error == (
+        f"tracerl: stopped (Ctrl-C); to go on: tracerl run job.yaml {' '.join(more)} --out out --resume\n"
+    )
+    assert not processes_in(tmp_path)
+    assert {path.name for path in run.iterdir()} == LASTING
+    assert json.loads((run / "result.json").read_text())["state"] == "Stopped"
+    assert steps(run) == [*range(1, len(steps(run)) + 1)]
+
+
+def test_two_trainers_train_as_one_does_and_get_over_the_loss_of_one(tracerl, tmp_path):
+    """Equal figures in FP32 without asynchrony, also when a trainer is killed on the way."""
+    more = ["--set", "spec.model.dtype=Float32", "--set", "spec.algorithm.maxVersionDiff=0"]
+    more += ["--set", "spec.warmup={steps: 3, batchSize: 4}", "--set", "spec.algorithm.steps=4"]
+    more += ["--set", "spec.trainer.checkpoint.every=1"]
+    code, _, error = tracerl("run", "job.yaml", *more, "--out", "one").finish()
+    assert (code, error) == (0, "")
+    run = tmp_path / "two"
+    command = tracerl("run", "job.yaml", *more, "--set", "spec.trainer.parallelism.data=2", "--out", "two")
+    command.until(lambda: steps(run), "a step")
+    (second,) = [pid for pid, line in processes_in(run).items() if line.rstrip().endswith("trainer-1")]
+    os.kill(second, signal.SIGKILL)
+    code, out, error = command.finish()
+    assert (code, error) == (0, "")
+    assert "starting all 2 trainers again (1 of 3)" in out
+    assert {path.name for path in run.iterdir()} == LASTING | {"report.html", "summary.json"}
+    assert steps(run) == steps(tmp_path / "one") == [1, 2, 3, 4]
+    lines = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("one", "two")]
+    for one, two in zip(*(map(json.loads, of_run) for of_run in lines), strict=True):
+        assert two["reward"] == one["reward"]
+        assert two["policy"] == pytest.approx(one["policy"], rel=1e-3, abs=1e-5)
+        assert two["gap_unguided"]["mean"] == pytest.approx(one["gap_unguided"]["mean"], rel=0.05, abs=1e-5)
+
+
+def test_a_budget_that_is_used_up_is_one_sentence(tracerl, tmp_path):
+    run = tmp_path / "out"
+    command = tracerl("run", "job.yaml", "--set", "spec.failurePolicy.maxRestarts=0", "--out", "out")
+    os.kill(command.until(lambda: role(run, "rollout"), "the rollout"), signal.SIGKILL)
+    code, _, error = command.finish()
+    assert code == 1
+    assert re.fullmatch(r"tracerl: rollout-0 was killed .* failurePolicy.maxRestarts is 0; see .*\n", error)
+    assert not processes_in(tmp_path)
+    assert {path.name for path in run.iterdir()} <= LASTING

@@ -1,0 +1,81 @@
+"""The frame around every process: its exit code, the sentence for the user, and its log."""
+
+import re
+import sys
+
+import pytest
+from live_processes import wait_until
+from test_rundir import job
+
+from tracerl.runtime import rundir
+from tracerl.runtime.processes import Children, ProcessSpec
+
+MAIN = """
+import sys, logging, os, signal, time, warnings
+from pathlib import Path
+from tracerl.api.errors import InputError, JobError
+from tracerl.runtime.child import run_process
+def work(resolved):
+    {}
+sys.exit(run_process(Path(sys.argv[1]), "trainer-0", work))
+"""
+
+
+@pytest.fixture
+def ended(tmp_path):
+    """Run `work` as trainer-0 of a resolved job; returns how it ended and its log."""
+    resolved = rundir.start_run(job(), tmp_path)
+    log = resolved.layout.log("trainer-0")
+
+    def run(work, path=resolved.layout.job):
+        import threading
+
+        arguments = [sys.executable, "-c", MAIN.format(work), str(path)]
+        with Children(grace_seconds=5, hurry=threading.Event()) as children:
+            children.start(ProcessSpec("trainer-0", "trainer", arguments, log, {}))
+            found = []
+            wait_until(lambda: found.extend(children.ended()) or found, "it ends")
+        return found[0], log.read_text()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("work", "status", "reason", "message"),
+    [
+        ("pass", 0, None, None),
+        ("raise InputError('no such model')", 2, "InvalidSpec", "no such model"),
+        ("raise JobError('NonFinite', 'a NaN in layer 1')", 1, "NonFinite", "a NaN in layer 1"),
+        ("{}['x']", 70, "Unexpected", "trainer-0 failed unexpectedly (KeyError: 'x')"),
+        (
+            "raise RuntimeError('first\\nsecond')",
+            70,
+            "Unexpected",
+            "trainer-0 failed unexpectedly (RuntimeError: first)",
+        ),
+        ("raise JobError('Long', 'ä' * 10_000)", 1, "Long", "ä" * 2_000),
+        ("os.kill(os.getpid(), signal.SIGTERM)", -15, None, None),
+    ],
+)
+def test_how_a_process_ends(ended, work, status, reason, message):
+    end, log = ended(work)
+    assert end.status == status
+    assert (end.note and end.note.reason, end.note and end.note.message) == (reason, message)
+    assert ("Traceback" in log) == (status == 70)
+
+
+def test_a_log_has_one_line_a_record(ended):
+    """Also of a traceback and of a warning."""
+    _, log = ended("warnings.warn('two\\nlines'); logging.getLogger('x').info('a\\nb'); 1 / 0")
+    lines = log.splitlines()
+    assert len(lines) == 5
+    assert all(re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z [A-Z]+ [\w.]+ .", line) for line in lines)
+    assert lines[2].endswith(r" INFO x a\nb")
+    assert r"Traceback (most recent call last):\n" in lines[3]
+
+
+def test_a_document_that_is_no_resolved_job(ended, tmp_path):
+    (tmp_path / "other.yaml").write_text("a: 1")
+    end, _ = ended("pass", tmp_path / "other.yaml")
+    assert (end.status, end.note.reason) == (2, "InvalidSpec")
+    assert "other.yaml is not a resolved job" in end.note.message

@@ -1,0 +1,134 @@
+"""What a local run is made of: its directory, its processes' environment, and what is shown of its log."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from test_rundir import job
+
+from tracerl.api.errors import InputError
+from tracerl.api.resolved import RunLayout
+from tracerl.observe.runlog import RunLog
+from tracerl.rl.steprecord import StartRecord
+from tracerl.runtime import compare, local, rundir
+from tracerl.runtime.display import Lines
+
+
+@pytest.mark.parametrize(
+    ("out", "uri", "found"),
+    [
+        (None, None, "/here/runs/tiny"),
+        ("there", None, "/here/there"),
+        ("/there", "s3://runs", "/there"),
+        ("~/there", None, "/home/me/there"),
+        (None, "file:///data/run", "/data/run"),
+        (None, "s3://runs", None),
+        (None, "pvc://claim/runs", None),
+    ],
+)
+def test_where_a_run_goes(monkeypatch, out, uri, found):
+    monkeypatch.setattr(os, "getcwd", lambda: "/here")
+    monkeypatch.setenv("HOME", "/home/me")
+    wanted = job(output={"uri": uri})
+    if found is None:
+        with pytest.raises(InputError, match="is not on this machine; give a directory with --out"):
+            local.run_directory(wanted, None)
+    else:
+        assert local.run_directory(wanted, out and Path(out)) == Path(found)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (None, "glibc.malloc.hugetlb=1"),
+        ("glibc.malloc.arena_max=1", "glibc.malloc.arena_max=1:glibc.malloc.hugetlb=1"),
+        ("glibc.malloc.hugetlb=0", "glibc.malloc.hugetlb=0"),
+    ],
+)
+def test_the_processes_and_their_environment(monkeypatch, tmp_path, before, after):
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    if before is not None:
+        monkeypatch.setenv("GLIBC_TUNABLES", before)
+    trainer = {"threads": 5, "parallelism": {"data": 2}}
+    resolved = rundir.start_run(job(rollout={"threads": 3}, trainer=trainer), tmp_path)
+    rundir.write_token(resolved.layout)
+    processes = local.process_specs(resolved)
+    assert [process.name for process in processes] == ["rollout-0", "trainer-0", "trainer-1"]
+    assert [process.group for process in processes] == ["rollout", "trainer", "trainer"]
+    assert [process.env["OMP_NUM_THREADS"] for process in processes] == ["3", "5", "5"]
+    # Nothing that a run listens on is reachable from another machine.
+    assert {process.env["GLOO_SOCKET_IFNAME"] for process in processes} == {"lo"}
+    assert {process.env["GLIBC_TUNABLES"] for process in processes} == {after}
+    for process in processes:
+        assert resolved.token() not in " ".join([*process.arguments, *process.env.values()])
+
+
+def manifest(tmp_path, **spec) -> Path:
+    path = tmp_path / "job.yaml"
+    document = job(transport={"onlyObject": True}, **spec).model_dump(mode="json", by_alias=True)
+    path.write_text(yaml.safe_dump({**document, "status": None}))
+    return path
+
+
+def test_a_task_whose_package_is_not_installed(monkeypatch, tmp_path):
+    path = manifest(tmp_path, task={"name": "reasoning_gym/chain_sum"})
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(InputError, match=r"needs reasoning-gym, which is not installed; pip install"):
+        local.load_local_job(path, [])
+
+
+def test_the_runs_of_a_comparison(tmp_path):
+    path = manifest(tmp_path, expect={"maxGap": "0.1"})
+    methods = compare.parse_methods("trace, qat")
+    arms = compare.plan_arms(path, ["spec.algorithm.seed=7"], methods, 2, tmp_path)
+    assert [arm.directory.name for arm in arms] == ["trace-seed7", "trace-seed8", "qat-seed7", "qat-seed8"]
+    assert [arm.job.spec.algorithm.seed for arm in arms] == [7, 8, 7, 8]
+    assert [arm.job.spec.method.name for arm in arms] == ["TRACE", "TRACE", "QAT", "QAT"]
+    assert [arm.job.spec.method.trace is None for arm in arms] == [False, False, True, True]
+    assert all(arm.job.spec.expect.max_gap is None for arm in arms)
+    assert arms[0].job.spec.warmup == arms[2].job.spec.warmup
+
+
+def start(resumed_from, held_out=None) -> dict:
+    return StartRecord(
+        run_id="r",
+        time=time.time(),
+        resumed_from=resumed_from,
+        steps=9,
+        method="TRACE",
+        parameters=1_500_000,
+        row_bytes=1,
+        whole_row_bytes=1,
+        warmup_steps=0,
+        warmup_seconds=0,
+        held_out_reward=held_out,
+    ).model_dump(mode="json")
+
+
+def test_what_is_shown_of_a_log(tmp_path, capsys):
+    """Nothing of before, a line for every tenth of a warm-up, and each thing once."""
+    with RunLog(tmp_path) as log:
+        log.event("Restarted", "of an earlier run")
+        follower = local.Follower(RunLayout(tmp_path), Lines())
+        follower.show()
+        for done in range(5, 101, 5):
+            log.progress("Warmup", done, 100, loss=0.25)
+            follower.show()
+        log.write(start(0, 0.5))
+        log.event("Restarted", "rollout-0 was killed")
+        log.event("RolloutRestarted", "rollout-0 was restarted")
+        log.write(start(4))
+        (tmp_path / "events.jsonl").open("a").write('{"torn": ')
+        follower.show()
+        follower.show()
+    assert follower.step == 4
+    assert capsys.readouterr().out.splitlines() == [
+        "Warmup 5/100  loss 0.25",
+        *(f"Warmup {done}/100  loss 0.25" for done in range(10, 101, 10)),
+        "TRACE starts: 1.50 M parameters, held-out reward 0.500",
+        "rollout-0 was killed",
+        "TRACE continues after step 4: 1.50 M parameters",
+    ]

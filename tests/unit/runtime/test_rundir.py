@@ -1,0 +1,211 @@
+"""The run directory: who may use it, what resuming may change, and what is left when a run is over."""
+
+import fcntl
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+import yaml
+from live_processes import wait_until
+
+from tracerl.api.errors import InputError
+from tracerl.api.job import TraceRLJob
+from tracerl.api.resolved import EndpointFile, ResolvedJob, RunLayout
+from tracerl.observe.run import Ending
+from tracerl.runtime import rundir
+
+
+def job(**spec) -> TraceRLJob:
+    document = yaml.safe_load("""
+        metadata: {name: tiny}
+        spec:
+          model: {uri: "builtin://tiny-moe"}
+          task: {name: builtin/chain_sum}
+          algorithm: {steps: 2, promptsPerStep: 2, samplesPerPrompt: 2}
+          method: {name: TRACE, trace: {codeBits: 1}}
+    """)
+    document["spec"].update(spec)
+    return TraceRLJob.model_validate(document)
+
+
+def test_the_resolved_job_reads_back_as_it_was_written(tmp_path):
+    resolved = rundir.start_run(job(), tmp_path)
+    assert ResolvedJob.read(RunLayout(tmp_path).job) == resolved
+    text = RunLayout(tmp_path).job.read_text()
+    assert "microBatchTokens: 16384" in text
+    assert resolved.endpoints.rollout[0].name == "rollout-0"
+    assert resolved.records_uri == f"file://{tmp_path}/records"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "No such file or directory"),
+        ("{", "not YAML"),
+        ("job: 1", "job"),
+        ("jobUid: x", "Field required"),
+    ],
+)
+def test_a_resolved_job_that_is_none(tmp_path, content, words):
+    path = tmp_path / "job.yaml"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(InputError, match=words) as caught:
+        ResolvedJob.read(path)
+    assert str(caught.value).startswith(f"{path} is not a resolved job (")
+
+
+def test_a_run_is_resumed_with_its_uid_also_elsewhere(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    before = rundir.start_run(job(), first)
+    first.rename(second)
+    after = rundir.resume_run(job(), second)
+    assert after.job_uid == before.job_uid
+    assert (after.run_dir, after.token_file, after.endpoints.directory) == (
+        second,
+        second / "token",
+        second / "endpoints",
+    )
+
+
+@pytest.mark.parametrize(
+    ("spec", "changed"),
+    [
+        ({}, None),
+        ({"failurePolicy": {"maxRestarts": 9}}, None),
+        ({"activeDeadlineSeconds": 60}, None),
+        ({"trainer": {"checkpoint": {"every": 1}}}, None),
+        ({"expect": {"maxGap": "0.1"}}, None),
+        ({"output": {"uri": "file:///elsewhere"}}, None),
+        ({"algorithm": {"steps": 3, "promptsPerStep": 2, "samplesPerPrompt": 2}}, "spec.algorithm.steps"),
+        ({"method": {"name": "QAT"}}, "spec.method.name"),
+        ({"method": {"name": "TRACE", "trace": {"codeBits": 4}}}, "spec.method.trace"),
+        ({"trainer": {"optimizer": {"learningRate": "1"}}}, "spec.trainer.optimizer.learningRate"),
+        ({"quantization": {"targets": ["KVCache"]}}, "spec.quantization.targets"),
+    ],
+)
+def test_what_may_change_when_a_run_is_resumed(tmp_path, spec, changed):
+    rundir.start_run(job(), tmp_path)
+    if changed is None:
+        assert rundir.resume_run(job(**spec), tmp_path).job == job(**spec)
+    else:
+        with pytest.raises(InputError) as caught:
+            rundir.resume_run(job(**spec), tmp_path)
+        assert str(caught.value).startswith(f"{changed} is not what the run in {tmp_path} was started with;")
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from tracerl.runtime.rundir import claimed
+with claimed(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_two_runs_in_one_directory_never_meet(tmp_path):
+    run = tmp_path / "run"
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(run)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as holder:
+        assert holder.stdout.readline() == b"held\n"
+        words = rf"another tracerl run \(process {holder.pid}\) works in {run}; wait"
+        with pytest.raises(InputError, match=words), rundir.claimed(run):
+            pass
+        holder.kill()
+    with rundir.claimed(run):
+        assert RunLayout(run).lock.read_text() == f"{os.getpid()}\n"
+    assert RunLayout(run).lock.read_text() == ""
+
+
+def test_the_next_run_waits_for_the_last_processes_of_a_killed_one(tmp_path):
+    """The children of a killed parent hold the lock until they have noticed."""
+    layout = RunLayout(tmp_path)
+    layout.lock.write_text("999999999\n")
+    child = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import fcntl, sys, time\n"
+            "file = open(sys.argv[1]); fcntl.flock(file, fcntl.LOCK_EX); print('held', flush=True)\n"
+            "time.sleep(0.5)",
+            str(layout.lock),
+        ],
+        stdout=subprocess.PIPE,
+    )
+    assert child.stdout.readline() == b"held\n"
+    with rundir.claimed(tmp_path), layout.lock.open() as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    child.stdout.close()
+    wait_until(lambda: child.poll() is not None, "the child is reaped")
+
+
+def test_the_token_is_secret_and_new_every_time(tmp_path):
+    resolved = rundir.start_run(job(), tmp_path)
+    layout = resolved.layout
+    os.umask(before := os.umask(0))
+    os.umask(0)
+    try:
+        rundir.write_token(layout)
+    finally:
+        os.umask(before)
+    first = resolved.token()
+    assert stat.S_IMODE(layout.token.stat().st_mode) == 0o600
+    assert len(first) == 64
+    layout.token.chmod(0o644)
+    rundir.write_token(layout)
+    assert stat.S_IMODE(layout.token.stat().st_mode) == 0o600
+    assert resolved.token() != first
+    assert first not in layout.job.read_text()
+
+
+@pytest.mark.parametrize(("retention", "kept"), [("Trained", False), ("Job", True), ("Forever", True)])
+def test_what_is_left_when_a_run_is_over(tmp_path, retention, kept):
+    resolved = rundir.start_run(job(transport={"object": {"retention": retention}}), tmp_path)
+    layout = resolved.layout
+    rundir.write_token(layout)
+    EndpointFile(url="http://127.0.0.1:1", pid=1, instance_id="x").publish(
+        layout.endpoints / "rollout-0.json"
+    )
+    for name in (
+        "records/a/b.trec",
+        "weights/v-1/model.safetensors",
+        "checkpoints/step-000001/model",
+        ".x.tmp",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    rundir.write_ending(layout, Ending(state="Stopped", reason="Interrupted", message="", restarts={}))
+    rundir.tidy(resolved)
+    rundir.tidy(resolved)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"job.yaml", "result.json", "checkpoints"} | ({"records"} if kept else set())
+    assert rundir.read_ending(layout).state == "Stopped"
+
+
+@pytest.mark.parametrize(("text", "found"), [(None, None), ("", None), ("{}", None), ("[1", None)])
+def test_an_ending_that_is_none(tmp_path, text, found):
+    if text is not None:
+        RunLayout(tmp_path).result.write_text(text)
+    assert rundir.read_ending(RunLayout(tmp_path)) is found
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
+    """Interrupted between the temporary file and its rename, as by a full disk."""
+    code = (
+        "import resource, sys\n"
+        "from pathlib import Path\n"
+        "from tracerl.api.resolved import write_atomically\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
+        "write_atomically(Path(sys.argv[1]), 'new' * 1000)\n"
+    )
+    target = tmp_path / "file"
+    target.write_text("old")
+    done = subprocess.run([sys.executable, "-c", code, str(target)], capture_output=True, check=False)
+    assert b"OSError" in done.stderr
+    assert target.read_text() == "old"
+    assert [*tmp_path.iterdir()] == [target]

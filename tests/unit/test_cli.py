@@ -1,0 +1,231 @@
+"""The command line as a user meets it: exit codes, one sentence on stderr, and never a traceback."""
+
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tracerl import cli
+
+JOB = """
+apiVersion: tracerl.dev/v1alpha1
+kind: TraceRLJob
+metadata: {name: tiny}
+spec:
+  model: {uri: "builtin://tiny-moe"}
+  task: {name: builtin/chain_sum}
+  algorithm: {steps: 2, promptsPerStep: 2, samplesPerPrompt: 2}
+  method: {name: TRACE}
+  transport: {onlyObject: true}
+"""
+
+
+@pytest.fixture
+def here(tmp_path):
+    (tmp_path / "job.yaml").write_text(JOB)
+    (tmp_path / "broken.yaml").write_text(JOB.replace("steps: 2", "steps: 0").replace("TRACE", "Trace"))
+    (tmp_path / "empty.yaml").write_text("")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken/notes.txt").write_text("mine")
+    return tmp_path
+
+
+def tracerl(where, *arguments, **more):
+    environment = {**os.environ, "TRACERL_CACHE": str(where / "cache"), "COLUMNS": "100"}
+    command = [sys.executable, "-m", "tracerl.cli", *arguments]
+    return subprocess.run(
+        command, cwd=where, env=environment, capture_output=True, text=True, timeout=60, check=False, **more
+    )
+
+
+BAD_INPUT: list[tuple[list[str], str]] = [
+    ([], "COMMAND"),
+    (["frobnicate"], "there is no command 'frobnicate'"),
+    (["records"], "COMMAND"),
+    (["run"], "JOB.yaml"),
+    (["run", "job.yaml", "--resum"], "unrecognized arguments: --resum"),
+    (["run", "job.yaml", "--out"], "--out: expected one argument"),
+    (["run", "nowhere.yaml"], "nowhere.yaml does not exist"),
+    (["run", "taken"], "taken is a directory"),
+    (["run", "empty.yaml"], "empty.yaml is empty"),
+    (["run", "binary.yaml"], "binary.yaml is not UTF-8 text"),
+    (["run", "job.yaml", "--set", "spec.algorithm.stepz=1"], "did you mean spec.algorithm.steps?"),
+    (["run", "job.yaml", "--set", "spec.algorithm.steps"], "has no ="),
+    (["run", "job.yaml", "--out", "taken"], "taken holds other files, for example notes.txt"),
+    (["run", "job.yaml", "--out", "job.yaml"], "job.yaml cannot be used as run directory (file exists)"),
+    (["run", "job.yaml", "--out", "job.yaml/x"], "cannot be used as run directory (not a directory)"),
+    (["run", "job.yaml", "--out", "new", "--resume"], "new has no run to resume"),
+    (["run", "job.yaml", "--set", "spec.output.uri=s3://runs"], "give a directory with --out"),
+    (["validate", "nowhere.yaml"], "nowhere.yaml does not exist"),
+    (["validate", "job.yaml", "--format", "xml"], "invalid choice: 'xml'"),
+    (["compare", "job.yaml"], "--methods"),
+    (["compare", "job.yaml", "--methods", "TRACE,PPO"], "'PPO' is not a method; choose from BF16"),
+    (["compare", "job.yaml", "--methods", "QAT,qat"], "QAT is named twice"),
+    (["compare", "job.yaml", "--methods", "QAT", "--seeds", "0"], "'0' is not a number of seeds"),
+    (["records", "verify", "nowhere"], "nowhere"),
+    (["records", "inspect", "taken"], "holds no record frames"),
+    (["report", "taken"], "is not a run directory"),
+    (["report", "nowhere"], "is not a run directory"),
+]
+
+
+def _one_sentence(stdout, stderr, words):
+    assert words in stderr
+    assert stderr.startswith("tracerl: ")
+    assert stderr.count("\n") == 1
+    assert stdout == ""
+
+
+@pytest.mark.parametrize(("arguments", "words"), BAD_INPUT)
+def test_bad_input_is_one_sentence_and_exit_code_2(here, monkeypatch, capsys, arguments, words):
+    before = {path.name for path in here.rglob("*")}
+    monkeypatch.chdir(here)
+    try:
+        code = cli.main(arguments)
+    except SystemExit as exit_:
+        code = exit_.code
+    assert code == 2
+    _one_sentence(*capsys.readouterr(), words)
+    assert {path.name for path in here.rglob("*")} == before
+
+
+@pytest.mark.parametrize(("arguments", "words"), BAD_INPUT[1:15:4])
+def test_bad_input_of_a_real_command(here, arguments, words):
+    done = tracerl(here, *arguments)
+    assert done.returncode == 2
+    _one_sentence(done.stdout, done.stderr, words)
+
+
+@pytest.mark.parametrize("command", ["run", "validate"])
+def test_all_faults_of_a_manifest_at_once(here, command):
+    done = tracerl(here, command, "broken.yaml")
+    assert done.returncode == 2
+    assert "2 faults" in done.stderr
+    assert "spec.algorithm.steps" in done.stderr
+    assert "spec.method.name" in done.stderr
+
+
+def test_validate_says_yes(here):
+    done = tracerl(here, "validate", "job.yaml")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "job.yaml is valid: job tiny, method TRACE\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "code", "paths"), [("job.yaml", 0, []), ("broken.yaml", 2, ["spec.al", "spec.me"])]
+)
+def test_validate_as_json(here, file, code, paths):
+    done = tracerl(here, "validate", file, "--format", "json")
+    found = json.loads(done.stdout)
+    assert (done.returncode, done.stderr, found["valid"]) == (code, "", code == 0)
+    assert sorted(fault["path"][:7] for fault in found["faults"]) == paths
+    assert all(fault["problem"] and fault["remedy"] for fault in found["faults"])
+
+
+def test_the_version(here):
+    done = tracerl(here, "--version")
+    assert (done.returncode, done.stdout) == (0, "tracerl 0.1.0\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "absent"),
+    [
+        (["--help"], {"torch", "pydantic", "rich", "numpy"}),
+        (["validate", "job.yaml"], {"torch", "rich", "numpy"}),
+    ],
+)
+def test_it_starts_without_what_it_does_not_need(here, arguments, absent):
+    code = (
+        "import sys\n"
+        "from tracerl import cli\n"
+        "try:\n"
+        f"    cli.main({arguments})\n"
+        "finally:\n"
+        "    print([*sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=here, capture_output=True, text=True, check=True)
+    assert not absent & set(eval(done.stdout.splitlines()[-1]))
+
+
+def test_an_unexpected_error_is_a_sentence_and_its_traceback_a_file(here):
+    """A cache directory that cannot be one: the place for the traceback is then the temporary directory."""
+    code = (
+        "import sys\n"
+        "from tracerl import cli\n"
+        "sys.modules['tracerl.runtime.doctor'] = None\n"
+        "sys.exit(cli.main(sys.argv[1:]))"
+    )
+    environment = {**os.environ, "TRACERL_CACHE": str(here / "job.yaml"), "TMPDIR": str(here)}
+    command = [sys.executable, "-c", code, "doctor"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("tracerl: this should not have happened (ModuleNotFoundError")
+    assert done.stderr.count("\n") == 1
+    log = Path(done.stderr.split()[-1])
+    assert log.parent == here
+    assert "Traceback" in log.read_text()
+    shown = subprocess.run(
+        [*command, "--debug"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert "Traceback" in shown.stderr
+
+
+def test_a_reader_that_goes_away_is_no_error(here):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tracerl.cli", "validate", "job.yaml"],
+        cwd=here,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait(60) == 1
+
+
+@pytest.mark.parametrize("limit", [0, 200])
+def test_a_full_disk_is_one_sentence(here, limit):
+    """A bound on the size of files makes the writes fail that a full disk would, without a disk to fill."""
+    done = tracerl(
+        here,
+        *["run", "job.yaml", "--out", "run"],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+    assert done.returncode == 1
+    assert "cannot be written (file too large); make room or give another directory" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert sorted(path.name for path in (here / "run").iterdir()) == ["lock"]
+
+
+def test_doctor_says_what_is_there_and_how_to_get_what_is_not(here):
+    (here / "cache").write_text("a file where the cache should be")
+    done = tracerl(here, "doctor", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 4096)))
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()
+    assert "missing  open files: 256 allowed; raise it with ulimit -n 4096" in lines
+    remedy = "name a directory with room in TRACERL_CACHE"
+    assert f"missing  cache: {here}/cache: file exists; {remedy}" in lines
+    assert {line.split()[0] for line in lines} <= {"ok", "missing", "absent"}
+    assert all("; " in line for line in lines if not line.startswith("ok"))
+    for name in ("Python", "system", "packages", "torch", "CPU", "memory", "shared memory", "GPU"):
+        assert any(f" {name}: " in line for line in lines), name
+
+
+@pytest.mark.parametrize(
+    "command", ["run", "validate", "compare", "records inspect", "records verify", "report", "doctor"]
+)
+def test_every_option_is_in_the_reference(capsys, command):
+    with pytest.raises(SystemExit) as caught:
+        cli.main([*command.split(), "--help"])
+    assert caught.value.code == 0
+    text = (Path(__file__).parents[2] / "docs/reference/cli.md").read_text()
+    assert f"tracerl {command}" in text
+    options = set(re.findall(r"--[a-z]+", capsys.readouterr().out)) - {"--help"}
+    assert "--debug" in options
+    assert not [option for option in options if option not in text]
