@@ -1,0 +1,221 @@
+"""One RL run in one process, with a set number of policy versions between sampling and training.
+
+The product's own scheduler, records, generator and learner, without the HTTP server and the loop: there, how
+old a trajectory is depends on the machine's speed; a study of staleness must set it. Step s generates an
+equal share of its groups with the weights of version max(0, s - lag) for every lag, and trains those of s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tracerl.api.job import DType, Spec, TraceRLJob
+from tracerl.api.model import BUILTIN_MODELS, ModelShape
+from tracerl.engines.client import Generation, Sampling
+from tracerl.engines.reference.capture import CaptureHooks, Destination, FrameWriter, RowBuffer
+from tracerl.engines.reference.model import KVCache, MoEModel
+from tracerl.engines.reference.scheduler import Broken, Finished, Request, Scheduler
+from tracerl.engines.reference.trainer import ReferenceTrainer
+from tracerl.engines.reference.weights import RolloutWeights
+from tracerl.methods import plan
+from tracerl.records.sites import audit_table, site_table
+from tracerl.rl.generation import Generator
+from tracerl.rl.tasks import load_task
+from tracerl.rl.tokenizer import load_tokenizer
+from tracerl.rl.train import Learner, Timer
+from tracerl.rl.warmup import warm_up
+from tracerl.transport.directory import DirectoryTransport
+
+Weights = dict[str, Tensor]
+
+
+class OneProcessRollout:
+    """The reference engine's scheduler, with what a `Generator` calls of `rl.rollouts.Rollouts`."""
+
+    def __init__(
+        self, job: TraceRLJob, shape: ModelShape, transport: DirectoryTransport, run_id: str
+    ) -> None:
+        spec = job.spec
+        method = plan(spec, shape)
+        dtype = torch.bfloat16 if spec.model.dtype is DType.BFLOAT16 else torch.float32
+        table = site_table(shape, spec)
+        slots = spec.rollout.max_running_requests
+        capacity = spec.algorithm.max_prompt_tokens + spec.algorithm.max_response_tokens
+        self._writer = FrameWriter(limit_bytes=2**30)
+        self._writer.direct(Destination(transport, "study", run_id, keep=False))
+        model = MoEModel(shape, dtype)
+        self._weights = RolloutWeights(model, method, spec.quantization)
+        self._scheduler = Scheduler(
+            model,
+            KVCache(shape, slots=slots, capacity=capacity, dtype=dtype),
+            CaptureHooks(shape, method, spec.quantization, table, None),
+            [RowBuffer(table, slots=slots, capacity=capacity, reprefill=spec.records.reprefill)],
+            self._writer,
+            kv_tokens=slots * capacity,
+            chunk_tokens=spec.records.chunk_tokens,
+            audit_every=0,
+        )
+
+    def __len__(self) -> int:
+        return 1
+
+    async def use(self, version: int, weights: Weights) -> None:
+        """Generate with these weights from now on."""
+        self._scheduler.call(self._scheduler.begin_update).result()
+        self._scheduler.call(
+            lambda: self._scheduler.end_update(lambda: self._weights.load(weights), version)
+        ).result()
+
+    async def generate(
+        self,
+        _replica: int,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[Sampling],
+        ids: Sequence[str],
+    ) -> tuple[list[Generation], str]:
+        """Generate everything and wait for it."""
+        futures: list[Future[Finished | Broken]] = [Future() for _ in prompts]
+        self._scheduler.submit(
+            [
+                Request(
+                    id=id,
+                    prompt=list(prompt),
+                    max_new_tokens=params.max_new_tokens,
+                    temperature=params.temperature,
+                    seed=params.seed or 0,
+                    stop_token_ids=params.stop_token_ids,
+                    deliver=future.set_result,
+                )
+                for id, prompt, params, future in zip(ids, prompts, sampling, futures, strict=True)
+            ]
+        )
+        found = [
+            _generation(id, prompt, future.result())
+            for id, prompt, future in zip(ids, prompts, futures, strict=True)
+        ]
+        return found, "one"
+
+    def close(self) -> None:
+        """End the threads."""
+        self._scheduler.stop()
+        self._writer.close()
+
+
+def _generation(id: str, prompt: Sequence[int], outcome: Finished | Broken) -> Generation:
+    if isinstance(outcome, Broken):
+        raise RuntimeError(outcome.message)
+    versions = [version for version, start, end in outcome.spans for _ in range(start, end)]
+    return Generation(
+        id=id,
+        prompt_tokens=len(prompt),
+        tokens=outcome.tokens,
+        logp=outcome.logp,
+        versions=versions,
+        finish_reason=str(outcome.finish_reason["type"]),
+        records=outcome.entries,
+        seconds=outcome.seconds,
+    )
+
+
+def run(job: TraceRLJob, lags: Sequence[int], *, evaluate: int, cache: Path) -> dict[str, Any]:
+    """Train; returns per-step rewards, gaps and k3 KL of rollout against trainer, and both evaluations."""
+    return asyncio.run(_run(job, lags, evaluate, cache))
+
+
+def warm(job: TraceRLJob, cache: Path) -> None:
+    """Fill the warm-up cache for a job, so that its arms start from the same weights at once."""
+    spec = job.spec
+    task = load_task(spec.task, order_seed=spec.algorithm.seed, scratch=cache)
+    trainer = ReferenceTrainer(_shape(spec), spec)
+    warm_up(trainer, spec, task, load_tokenizer(spec.model), cache=cache, progress=_quiet, report=print)
+    task.close()
+
+
+def _shape(spec: Spec) -> ModelShape:
+    return BUILTIN_MODELS[spec.model.uri.removeprefix("builtin://")]
+
+
+def _quiet(*_: object) -> None:
+    pass
+
+
+async def _run(job: TraceRLJob, lags: Sequence[int], evaluate: int, cache: Path) -> dict[str, Any]:
+    started = time.perf_counter()
+    spec = job.spec
+    shape = _shape(spec)
+    run_id = f"{spec.method.name}-{spec.algorithm.seed}"
+    transport = DirectoryTransport(f"memory://{run_id}", store="study", job_uid="study", run_id=run_id)
+    rollout = OneProcessRollout(job, shape, transport, run_id)
+    trainer = ReferenceTrainer(shape, spec)
+    task = load_task(spec.task, order_seed=spec.algorithm.seed, scratch=cache)
+    tokenizer = load_tokenizer(spec.model)
+    warm_up(trainer, spec, task, tokenizer, cache=cache, progress=_quiet, report=print)
+    generator = Generator(
+        spec,
+        job_uid="study",
+        run_id=run_id,
+        task=task,
+        tokenizer=tokenizer,
+        rollouts=rollout,  # type: ignore[arg-type]  # the part of Rollouts that a Generator uses
+        transport=transport,
+        table=site_table(shape, spec),
+        audit_table=audit_table(shape, spec),
+    )
+    learner = Learner(trainer, plan(spec, shape), spec)
+    history: deque[Weights] = deque(maxlen=max(lags) + 1)
+    steps: list[dict[str, Any]] = []
+    prompts = spec.algorithm.prompts_per_step
+    try:
+        rewards = {}
+        for step in range(spec.algorithm.steps + 1):
+            history.append({name: value.clone() for name, value in trainer.export()})
+            if step in {0, spec.algorithm.steps}:
+                await rollout.use(step, history[-1])
+                rewards[step] = await generator.evaluate(task.held_out[:evaluate], step)
+            if step == spec.algorithm.steps:
+                break
+            groups = []
+            for part, lag in enumerate(lags):
+                version = max(0, step - lag)
+                await rollout.use(version, history[version - step - 1])
+                first = step * prompts + part * prompts // len(lags)
+                groups += await generator.groups(range(first, first + prompts // len(lags)))
+            outcome = learner.step(groups, step, Timer())
+            await generator.release(groups)
+            unguided = outcome.gap_unguided or outcome.gap_guided
+            steps.append(
+                {
+                    "reward": outcome.reward.mean,
+                    "gapGuided": outcome.gap_guided.mean,
+                    "gapUnguided": unguided.mean,
+                    "k3Kl": outcome.rollout_corr["k3_kl"],
+                    "isWeightMean": outcome.rollout_corr["rollout_is_mean"],
+                    "clipFraction": outcome.policy.clip_fraction,
+                    "gradNorm": outcome.policy.grad_norm,
+                    "missing": sum(
+                        sum(sample.trajectory.records.missing.values())
+                        for group in groups
+                        for sample in group.samples
+                        if sample.trajectory.records
+                    ),
+                }
+            )
+    finally:
+        rollout.close()
+        transport.close()
+        task.close()
+    return {
+        "steps": steps,
+        "heldOutStart": rewards[0],
+        "heldOutEnd": rewards[spec.algorithm.steps],
+        "seconds": time.perf_counter() - started,
+    }
