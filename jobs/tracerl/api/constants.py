@@ -167,7 +167,7 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
     # -- reward and loss ----------------------------------------------------------------------------------
     MetricSpec("tracerl_reward_mean", "gauge", "", (), "Mean training reward of the last step.", _TRAINER),
-    MetricSpec("tracerl_evaluation_reward_mean", "gauge", "", (), "Mean held-out reward, greedy.", _TRAINER),
+    MetricSpec("tracerl_evaluation_reward_mean", "gauge", "", (), "Mean held-out reward.", _TRAINER),
     MetricSpec(
         "tracerl_groups_without_signal_ratio",
         "gauge",

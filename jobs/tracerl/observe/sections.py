@@ -214,7 +214,7 @@ def reward(groups: Sequence[Group]) -> Section:
         (group,) = groups
         xs, ys = _mean_over_runs(group, lambda step: step.reward.mean)
         smooth = _trailing(ys, 5)
-        held_out = _held_out(group, "heldout", "Held-out, greedy")
+        held_out = _held_out(group, "heldout", "Held-out")
         series = [
             Series("Training, each step", "train", xs, ys, faint=True),
             Series("Training, mean of five steps", "train", xs, smooth),
@@ -226,7 +226,7 @@ def reward(groups: Sequence[Group]) -> Section:
                 series,
                 Axis("Mean reward"),
                 width=WIDE,
-                caption="Training: sampled answers to the prompts of a step. Held-out: greedy answers to "
+                caption="Training: sampled answers to the prompts of a step. Held-out: one answer each to "
                 "prompts kept out of training; step 0 is before the first update, bars are 95 % intervals "
                 "over the prompts.",
                 breaks=False,
@@ -239,7 +239,7 @@ def reward(groups: Sequence[Group]) -> Section:
                 [_held_out(group, group.style, group.label) for group in groups],
                 Axis("Mean reward"),
                 width=HALF,
-                caption="Greedy answers to prompts kept out of training. Bars are 95 % intervals, over seeds "
+                caption="One answer to each prompt kept out of training. Bars are 95 % intervals, over seeds "
                 "where a variant has several runs, else over prompts.",
                 breaks=False,
             ),
