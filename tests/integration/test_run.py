@@ -95,7 +95,7 @@ def processes_in(where: Path) -> dict[int, str]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal() and int(entry.name) != os.getpid():
             try:
-                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             except OSError:
                 continue
             if str(where) in line:
@@ -202,6 +202,9 @@ def test_a_run_that_is_hit_by_everything(tracerl, tmp_path):
     code, out, _ = command.finish()
     assert code == -signal.SIGKILL
     assert out.startswith("tiny: TRACE in out\n")
+    # Each restart is one line.
+    assert len(re.findall("starting it again", out)) == 2
+    assert "was restarted" not in out
     # Steps are shown also after a restart of the trainer, which may replace the file that they are read from.
     after = out.rpartition("starting it again")[2]
     assert len(re.findall(r"^step \d+/100000 ", after, re.M)) > 1

@@ -289,8 +289,8 @@ METRICS: tuple[MetricSpec, ...] = (
         "gauge",
         "ratio",
         (),
-        "Records, guided kernels and extra forward of the last step over its critical path, which is its wall "
-        "time without evaluation and checkpoint.",
+        "Records, guided kernels and extra forward of the last step over its critical path: wall time "
+        "without evaluation and checkpoint.",
         _TRAINER,
     ),
     MetricSpec("tracerl_generated_tokens_total", "counter", "tokens", (), "Tokens sampled.", _ROLLOUT),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -18,20 +19,23 @@ from numpy.typing import NDArray
 
 from tracerl.api.errors import TraceRLError
 from tracerl.api.frames import FrameKey
-from tracerl.records.sites import SiteSlice, SiteTable
+from tracerl.records.sites import Layout, SiteSlice, SiteTable
 
 MAGIC = b"TRACEREC"
 FORMAT_VERSION = 1
 FLAG_AUDIT = 1
 FLAG_PREFIX = 2
 _FIXED = struct.Struct("<8sHHIQIIIIIIIIQ32sHHHH")
-_SECTION = struct.Struct("<IHHQQQfI")
+_SECTION_FIELDS = "IHHQQQfI"
+_SECTION_BYTES = struct.calcsize(f"<{_SECTION_FIELDS}")
 _ZERO_BLOCK_BYTES = 12
 _HASH_BYTES = 8
 _STRING_ALIGNMENT = 8
 _SECTION_ALIGNMENT = 16
+_ZEROS = bytes(_SECTION_ALIGNMENT)
 _MAX_U16 = 2**16 - 1
 _MAX_I32 = 2**31 - 1
+_MAX_LAYOUTS = 256
 
 Reason = Literal["checksum", "version", "site_table", "shape", "run"]
 Buffer = bytes | bytearray | memoryview
@@ -103,19 +107,15 @@ class Section(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FrameInfo:
-    """A verified header: identity, sections, and where everything is."""
+    """A verified header: identity, what the sections hold, the sections, and where everything is."""
 
     header: FrameHeader
+    slices: tuple[SiteSlice, ...]
     sections: tuple[Section, ...]
     header_bytes: int
     zero_blocks: int
     zero_blocks_xxh3: int
     length: int
-
-    @property
-    def slices(self) -> tuple[SiteSlice, ...]:
-        """What the sections hold."""
-        return tuple(section.slice for section in self.sections)
 
     @property
     def preamble_bytes(self) -> int:
@@ -160,33 +160,28 @@ def encode_frame(
     order. tensor_scales: the float32 scale of each PerVersion site by site index. ValueError when the
     arguments contradict each other: that is a fault of the caller.
     """
-    chosen = table.select() if slices is None else tuple(slices)
-    scales = dict(tensor_scales or {})
-    _check_header(header, table)
+    chosen = table.whole if slices is None else tuple(slices)
+    strings = _check_header(header, table)
     layout = table.layout(chosen)
     widths = layout.widths
     if rows.dtype != np.uint8 or rows.shape != (header.rows, sum(widths)):
         raise ValueError(f"rows must be uint8 [{header.rows}, {sum(widths)}], not {rows.dtype} {rows.shape}")
     exceptions = _zero_block_bytes(zero_blocks, header.rows, chosen, table)
+    scales = _section_scales(table, chosen, layout, tensor_scales or {})
 
-    subject = header.trajectory if header.prefix is None else header.prefix
-    strings = [text.encode("utf-8") for text in (header.job_uid, header.run_id, subject)]
     names = b"".join(strings)
-    names += bytes(_align(len(names), _STRING_ALIGNMENT) - len(names))
-    header_bytes = _FIXED.size + len(names) + _SECTION.size * len(chosen) + _HASH_BYTES
+    names += bytes(-len(names) % _STRING_ALIGNMENT)
+    header_bytes = _FIXED.size + len(names) + _SECTION_BYTES * len(chosen) + _HASH_BYTES
 
     offset = header_bytes + len(exceptions)
-    entries, body, column = [], [exceptions], 0
-    for piece, width, fixed_scale in zip(chosen, widths, layout.tensor_scales, strict=True):
-        body.append(bytes(_align(offset, _SECTION_ALIGNMENT) - offset))
-        offset = _align(offset, _SECTION_ALIGNMENT)
+    entries: list[float] = []
+    body, column = [exceptions], 0
+    for piece, width, scale in zip(chosen, widths, scales, strict=True):
+        padding = -offset % _SECTION_ALIGNMENT
+        offset += padding
         payload = rows[:, column : column + width].tobytes()
-        digest = xxhash.xxh3_64_intdigest(payload)
-        scale = _section_scale(table.sites[piece.site].name, fixed_scale, scales.get(piece.site))
-        entries.append(
-            _SECTION.pack(piece.site, piece.start, piece.stop, offset, len(payload), digest, scale, 0)
-        )
-        body.append(payload)
+        entries += (*piece, offset, len(payload), xxhash.xxh3_64_intdigest(payload), scale, 0)
+        body += (_ZEROS[:padding], payload)
         offset += len(payload)
         column += width
 
@@ -209,11 +204,12 @@ def encode_frame(
         *(len(text) for text in strings),
         0,
     )
-    head = fixed + names + b"".join(entries)
+    head = fixed + names + struct.pack(f"<{_SECTION_FIELDS * len(chosen)}", *entries)
     return b"".join((head, struct.pack("<Q", xxhash.xxh3_64_intdigest(head)), *body))
 
 
-def _check_header(header: FrameHeader, table: SiteTable) -> None:
+def _check_header(header: FrameHeader, table: SiteTable) -> list[bytes]:
+    """Check what a writer gives; returns the three names as UTF-8."""
     if header.table_digest != table.digest:
         raise ValueError("header.table_digest is not the digest of the table")
     if header.audit != table.audit:
@@ -226,19 +222,28 @@ def _check_header(header: FrameHeader, table: SiteTable) -> None:
         raise ValueError(f"version {header.version} is not in 0..{_MAX_I32}")
     if (header.prefix is None) != bool(header.trajectory):
         raise ValueError("a frame belongs either to a trajectory or to a prefix")
-    for text in (header.job_uid, header.run_id, header.trajectory or header.prefix or ""):
-        if not 1 <= len(text.encode("utf-8")) <= _MAX_U16:
+    subject = header.trajectory if header.prefix is None else header.prefix
+    strings = [header.job_uid.encode(), header.run_id.encode(), subject.encode()]
+    for text in strings:
+        if not 1 <= len(text) <= _MAX_U16:
             raise ValueError("job UID, run id and trajectory or prefix id take 1 to 65535 bytes each")
+    return strings
 
 
-def _section_scale(name: str, fixed: float | None, given: float | None) -> float:
-    if fixed is not None:
-        if given is not None:
-            raise ValueError(f"{name} has no tensor scale a version")
-        return fixed
-    if given is None or not 0 < given < float("inf"):
-        raise ValueError(f"{name} needs its tensor scale, a positive number")
-    return given
+def _section_scales(
+    table: SiteTable, slices: Sequence[SiteSlice], layout: Layout, given: Mapping[int, float]
+) -> list[float]:
+    scales = []
+    for piece, fixed in zip(slices, layout.tensor_scales, strict=True):
+        scale = given.get(piece.site)
+        if fixed is not None:
+            if scale is not None:
+                raise ValueError(f"{table.sites[piece.site].name} has no tensor scale a version")
+            scale = fixed
+        elif scale is None or not 0 < scale < float("inf"):
+            raise ValueError(f"{table.sites[piece.site].name} needs its tensor scale, a positive number")
+        scales.append(scale)
+    return scales
 
 
 def _zero_block_bytes(
@@ -300,7 +305,7 @@ def read_header(buffer: Buffer) -> FrameInfo:
     if format_version != FORMAT_VERSION:
         raise FrameError("version", f"format version {format_version}; this reader knows {FORMAT_VERSION}")
     names_bytes = _align(sum(sizes), _STRING_ALIGNMENT)
-    if header_bytes != _FIXED.size + names_bytes + _SECTION.size * section_count + _HASH_BYTES:
+    if header_bytes != _FIXED.size + names_bytes + _SECTION_BYTES * section_count + _HASH_BYTES:
         raise FrameError("checksum", f"the header's length of {header_bytes} bytes is not that of its fields")
     if len(view) < header_bytes:
         raise FrameError("checksum", f"the frame ends inside its header, after {len(view)} bytes")
@@ -333,16 +338,18 @@ def read_header(buffer: Buffer) -> FrameInfo:
         prefix=subject if flags & FLAG_PREFIX else None,
         audit=bool(flags & FLAG_AUDIT),
     )
-    sections = _sections(head[_FIXED.size + names_bytes :], row_stop - row_start)
-    offset = header_bytes + zero_blocks * _ZERO_BLOCK_BYTES
-    for section in sections:
-        offset = _align(offset, _SECTION_ALIGNMENT)
-        if section.offset != offset:
-            raise FrameError("shape", f"a section lies at byte {section.offset} instead of {offset}")
-        offset += section.length
-    if offset != length:
-        raise FrameError("shape", f"the frame's length is given as {length} instead of {offset} bytes")
-    return FrameInfo(header, sections, header_bytes, zero_blocks, zero_blocks_xxh3, length)
+    fields = struct.unpack_from(f"<{_SECTION_FIELDS * section_count}", view, _FIXED.size + names_bytes)
+    site, start, stop, offset, size, xxh3, scale, zero = (fields[column::8] for column in range(8))
+    slices = _slices(
+        (site, start, stop, zero),
+        scale,
+        tuple(zip(offset, size, strict=True)),
+        rows=row_stop - row_start,
+        after=header_bytes + zero_blocks * _ZERO_BLOCK_BYTES,
+        length=length,
+    )
+    sections = tuple(map(Section, slices, offset, size, xxh3, scale))
+    return FrameInfo(header, slices, sections, header_bytes, zero_blocks, zero_blocks_xxh3, length)
 
 
 def _strings(names: memoryview, sizes: Sequence[int]) -> list[str]:
@@ -360,17 +367,36 @@ def _strings(names: memoryview, sizes: Sequence[int]) -> list[str]:
     return texts
 
 
-def _sections(entries: memoryview, rows: int) -> tuple[Section, ...]:
-    sections: list[Section] = []
-    last = -1
-    for site, start, stop, offset, length, xxh3, scale, reserved in _SECTION.iter_unpack(entries):
-        if reserved or start >= stop or length % rows or not 0 <= scale < float("inf"):
-            raise FrameError("shape", f"section {len(sections)} contradicts itself")
+@lru_cache(maxsize=_MAX_LAYOUTS)
+def _slices(
+    pieces: tuple[tuple[int, ...], ...],
+    scales: tuple[float, ...],
+    places: tuple[tuple[int, int], ...],
+    *,
+    rows: int,
+    after: int,
+    length: int,
+) -> tuple[SiteSlice, ...]:
+    """Check all of the sections but their hashes; remembered, since most frames of a run look the same.
+
+    pieces: site, start, stop and reserved field of every section; places: its offset and length; `after` is
+    where the bytes before the first section end, `length` the frame's.
+    """
+    slices: list[SiteSlice] = []
+    last, end = -1, after
+    for site, start, stop, reserved, scale, (offset, size) in zip(*pieces, scales, places, strict=True):
+        if reserved or start >= stop or size % rows or not 0 <= scale < float("inf"):
+            raise FrameError("shape", f"section {len(slices)} contradicts itself")
         if site <= last:
             raise FrameError("shape", "sections are not in the order of their sites")
-        sections.append(Section(SiteSlice(site, start, stop), offset, length, xxh3, scale))
-        last = site
-    return tuple(sections)
+        end = _align(end, _SECTION_ALIGNMENT)
+        if offset != end:
+            raise FrameError("shape", f"a section lies at byte {offset} instead of {end}")
+        slices.append(SiteSlice(site, start, stop))
+        last, end = site, end + size
+    if end != length:
+        raise FrameError("shape", f"the frame's length is given as {length} instead of {end} bytes")
+    return tuple(slices)
 
 
 def check_table(info: FrameInfo, table: SiteTable) -> None:
@@ -393,11 +419,13 @@ def check_table(info: FrameInfo, table: SiteTable) -> None:
 
 def section_payload(info: FrameInfo, section: Section, data: Buffer) -> NDArray[np.uint8]:
     """Verify one section fetched by its own (offset, length); returns uint8 [rows, bytes a row], a view."""
-    view = memoryview(data).cast("B")
+    return _payload(info.header.rows, section, memoryview(data).cast("B"))
+
+
+def _payload(rows: int, section: Section, view: memoryview) -> NDArray[np.uint8]:
     if len(view) != section.length or xxhash.xxh3_64_intdigest(view) != section.xxh3:
         raise FrameError("checksum", f"the section of site {section.slice.site} is damaged")
-    rows = info.header.rows
-    return np.frombuffer(view, dtype=np.uint8).reshape(rows, section.length // rows)
+    return np.ndarray((rows, section.length // rows), np.uint8, view)
 
 
 def read_zero_blocks(info: FrameInfo, preamble: Buffer, table: SiteTable | None = None) -> NDArray[np.int64]:
@@ -433,10 +461,11 @@ def decode_frame(buffer: Buffer, table: SiteTable | None = None) -> Frame:
     if table is not None:
         check_table(info, table)
     zero_blocks = read_zero_blocks(info, view, table)
-    payloads, end = [], info.preamble_bytes
+    payloads, end, rows = [], info.preamble_bytes, info.header.rows
     for section in info.sections:
-        if any(view[end : section.offset]):
+        start = section.offset
+        if view[end:start] != _ZEROS[: start - end]:
             raise FrameError("checksum", "the padding before a section is not 0")
-        end = section.offset + section.length
-        payloads.append(section_payload(info, section, view[section.offset : end]))
+        end = start + section.length
+        payloads.append(_payload(rows, section, view[start:end]))
     return Frame(info, tuple(payloads), zero_blocks)

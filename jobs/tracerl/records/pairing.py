@@ -7,7 +7,6 @@ ever changes a result silently: a row is bit-equal to what was recorded, or abse
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from tracerl.api.errors import TraceRLError
 from tracerl.api.frames import Handle, parse_handle
-from tracerl.api.job import Reprefill, TensorScaleRule
+from tracerl.api.job import Reprefill
 from tracerl.records.frame import Frame, FrameError, decode_frame
 from tracerl.records.rows import impossible
 from tracerl.records.sites import Site, SiteSlice, SiteTable
@@ -156,7 +155,7 @@ def assemble(
             f"{tokens} tokens of which {prompt_tokens} are the prompt do not have {len(token_versions)} "
             "sampled versions"
         )
-    if any(not 0 <= version < 2**31 for version in token_versions):
+    if token_versions and not 0 <= min(token_versions) <= max(token_versions) < 2**31:
         raise ValueError("a policy version is a number from 0 to 2**31 - 1")
     required = required_versions(tokens, prompt_tokens, token_versions, reprefill)
     work = _Assembly(table, required)
@@ -164,8 +163,10 @@ def assemble(
         for entry in entries:
             if entry.audit is table.audit:
                 work.add(entry, fetch, job_uid, run_id, trajectory)
-    sampled = required_versions(tokens, prompt_tokens, token_versions, Reprefill.AS_SAMPLED)
-    mixed = int((sampled != token_versions[-1]).sum()) if token_versions else 0
+    mixed = 0
+    if len(set(token_versions)) > 1:
+        sampled = required_versions(tokens, prompt_tokens, token_versions, Reprefill.AS_SAMPLED)
+        mixed = int(np.count_nonzero(sampled != token_versions[-1]))
     return work.finish(wanted=bool(token_versions), mixed=mixed)
 
 
@@ -173,8 +174,8 @@ class _Assembly:
     """Rows under construction.
 
     `fault` holds the first reason found for a row. `frames_held` counts the frames with all sites that cover
-    a row, `groups_held` the parts that cover each group of a site, both up to 2: of what is covered twice
-    nobody can tell which is right.
+    a row, `groups_held` the parts that cover each group of a site, up to 2: of what is covered twice nobody
+    can tell which is right.
     """
 
     def __init__(self, table: SiteTable, required: NDArray[np.int32]) -> None:
@@ -183,13 +184,11 @@ class _Assembly:
         n, sites = len(required), len(table.sites)
         self.rows = np.zeros((n, table.row_bytes), dtype=np.uint8)
         self.fault = np.zeros(n, dtype=np.uint8)
-        self.frames_held = np.zeros(n, dtype=np.uint8)
+        self.frames_held = np.zeros(n, dtype=np.int32)
         # Only parts need these: a frame that holds everything is the usual case.
         self.groups_held: NDArray[np.uint8] | None = None
-        self.first_group = [0, *itertools.accumulate(site.groups for site in table.sites)]
-        per_version = any(site.tensor_scale == TensorScaleRule.PER_VERSION for site in table.sites)
-        self.scales = np.zeros((n, sites), dtype=np.float32) if per_version else None
-        self.conflicts = np.zeros((n, sites), dtype=np.bool_) if per_version else None
+        self.scales = np.zeros((n, sites), dtype=np.float32) if table.per_version else None
+        self.conflicts = np.zeros((n, sites), dtype=np.bool_) if table.per_version else None
         self.zero_blocks: list[NDArray[np.int64]] = []
         self.bytes = 0
 
@@ -224,7 +223,7 @@ class _Assembly:
             self.fail(span, "missing" if error.reason == "run" else error.reason)
             return
         fits = self.required[span] == frame.header.version
-        if fits.all():
+        if np.count_nonzero(fits) == len(fits):
             self.take(frame, span)
             return
         self.fail(start + np.flatnonzero(~fits), "version")
@@ -240,9 +239,14 @@ class _Assembly:
         first = frame.header.row_start
         source = slice(target.start - first, target.stop - first)
         if self.table.layout(frame.info.slices).whole:
-            self.frames_held[target] = np.minimum(self.frames_held[target] + 1, 2)
-            payloads = [payload[source] for payload in frame.payloads]
-            np.concatenate(payloads, axis=1, out=self.rows[target])
+            self.frames_held[target] += 1
+            np.concatenate(
+                frame.payloads
+                if source == slice(0, frame.header.rows)
+                else [payload[source] for payload in frame.payloads],
+                axis=1,
+                out=self.rows[target],
+            )
         else:
             self.take_slices(frame, target, source)
         if self.scales is not None and self.conflicts is not None:
@@ -257,11 +261,11 @@ class _Assembly:
 
     def take_slices(self, frame: Frame, target: slice, source: slice) -> None:
         if self.groups_held is None:
-            self.groups_held = np.zeros((len(self.required), self.first_group[-1]), dtype=np.uint8)
+            self.groups_held = np.zeros((len(self.required), self.table.first_group[-1]), dtype=np.uint8)
         for section, payload in zip(frame.info.sections, frame.payloads, strict=True):
             index, start, stop = section.slice
             site = self.table.sites[index]
-            held = slice(self.first_group[index] + start, self.first_group[index] + stop)
+            held = slice(self.table.first_group[index] + start, self.table.first_group[index] + stop)
             self.groups_held[target, held] = np.minimum(self.groups_held[target, held] + 1, 2)
             columns = slice(self.table.columns[index], self.table.columns[index + 1])
             part = payload[source]
@@ -270,35 +274,36 @@ class _Assembly:
             self.rows[target, columns] = part
 
     def finish(self, *, wanted: bool, mixed: int) -> TrajectoryRecords:
-        n, sites = len(self.required), len(self.table.sites)
-        once = np.empty((n, sites), dtype=np.bool_)
-        once[:] = (self.frames_held == 1)[:, None]
-        wrong = np.empty((n, sites), dtype=np.bool_)
-        wrong[:] = (self.frames_held > 1)[:, None]
-        if self.groups_held is not None and sites:
-            held = np.minimum(self.groups_held + self.frames_held[:, None], 2)
-            starts = self.first_group[:-1]
-            once = np.minimum.reduceat(held, starts, axis=1) == 1
-            wrong = np.maximum.reduceat(held, starts, axis=1) > 1
+        # How often each site is covered, at least and at most: [n, sites], or [n, 1] where all are alike.
+        least = most = self.frames_held[:, None]
+        if self.groups_held is not None and self.table.sites:
+            held = self.groups_held + least
+            starts = self.table.first_group[:-1]
+            least = np.minimum.reduceat(held, starts, axis=1)
+            most = np.maximum.reduceat(held, starts, axis=1)
+        once = least == 1
+        wrong = impossible(self.table, self.rows)
+        wrong &= once
+        wrong |= most > 1
         if self.conflicts is not None:
             wrong |= self.conflicts
-        wrong |= once & impossible(self.table, self.rows)
-        if wrong.any():
+        if np.count_nonzero(wrong):
             self.fail(np.flatnonzero(wrong.any(axis=1)), "shape")
         present = once & ~wrong
         missing: Counter[str] = Counter()
-        if not present.all():
+        versions = self.required
+        if not np.count_nonzero(present) == present.size > 0:
             self.erase(~present)
             if wanted:
                 missing = self.count(np.flatnonzero(~present.all(axis=1)))
+            versions = np.where(present.any(axis=1), self.required, np.int32(-1))
         zero_blocks = np.zeros((0, 3), np.int64)
         if self.zero_blocks:
             zero_blocks = np.unique(np.concatenate(self.zero_blocks), axis=0)
             zero_blocks = zero_blocks[present[zero_blocks[:, 0], zero_blocks[:, 1]]]
-        versions = np.where(present.any(axis=1), self.required, np.int32(-1))
         return TrajectoryRecords(
             table=self.table,
-            n_rows=n,
+            n_rows=len(self.required),
             rows=torch.from_numpy(self.rows),
             present=torch.from_numpy(present),
             versions=torch.from_numpy(versions),

@@ -63,20 +63,21 @@ def impossible(table: SiteTable, rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
     positive number. A checksum says that bytes are as written, not that the writer was right.
     """
     wrong = np.zeros((len(rows), len(table.sites)), dtype=np.bool_)
-    for site, members in table.alike:
-        starts = np.array(table.columns)[list(members)]
+    for site, members, columns in table.alike:
         if site.kind is SiteKind.ROUTES and site.experts < 2 ** (8 if site.format == "U8" else 16):
-            ids = _columns(rows, starts, site.row_bytes).view("u1" if site.format == "U8" else "<u2")
-            wrong[:, members] |= (ids >= site.experts).any(axis=2)
+            ids = rows.take(columns, axis=1).view("u1" if site.format == "U8" else "<u2")
+            _mark(wrong, members, ids >= site.experts)
         if site.scale_bits == 8 and site.format == NVFP4.name:
-            scales = _columns(rows, starts + site.code_bytes, site.scale_bytes)
-            wrong[:, members] |= (scales >= 0x7F).any(axis=2)
+            start = site.code_bytes
+            scales = rows.take(columns[:, start : start + site.scale_bytes], axis=1)
+            _mark(wrong, members, scales >= 0x7F)
         if site.tensor_scale == TensorScaleRule.PER_TOKEN:
-            value = _columns(rows, starts + site.row_bytes - 4, 4).view("<f4")[:, :, 0]
-            wrong[:, members] |= ~(np.isfinite(value) & (value > 0))
+            value = rows.take(columns[:, -4:], axis=1).view("<f4")
+            _mark(wrong, members, ~(np.isfinite(value) & (value > 0)))
     return wrong
 
 
-def _columns(rows: NDArray[np.uint8], starts: NDArray[np.intp], width: int) -> NDArray[np.uint8]:
-    """Copy bytes start..start+width-1 of every row for every start: [n, starts, width], contiguous."""
-    return np.take(rows, starts[:, None] + np.arange(width), axis=1)
+def _mark(wrong: NDArray[np.bool_], members: NDArray[np.intp], found: NDArray[np.bool_]) -> None:
+    """Add to `wrong` [n, sites] what was found of some of the sites: bool [n, members, any]."""
+    if np.count_nonzero(found):
+        wrong[:, members] |= found.any(axis=2)

@@ -7,6 +7,7 @@ at start and in every frame, so a record can never be read under a contract othe
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import struct
 from collections.abc import Sequence
@@ -14,6 +15,9 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tracerl.api.errors import InputError
 from tracerl.api.job import (
@@ -121,6 +125,17 @@ class SiteSlice(NamedTuple):
     stop: int
 
 
+class Alike(NamedTuple):
+    """Sites of a table that differ in nothing but their layer."""
+
+    site: Site
+    """One of them, moved to layer 0."""
+    members: NDArray[np.intp]
+    """Their positions in the table."""
+    columns: NDArray[np.intp]
+    """Where in a row over all sites each byte of each of them is: [members, row_bytes]."""
+
+
 class Layout(NamedTuple):
     """What a table says about one choice of slices, worked out once."""
 
@@ -191,12 +206,26 @@ class SiteTable:
         return (*(offset for _, offset in self._offsets.values()), self.row_bytes)
 
     @cached_property
-    def alike(self) -> tuple[tuple[Site, tuple[int, ...]], ...]:
-        """Positions of sites that differ in nothing but their layer, behind such a site of layer 0."""
+    def alike(self) -> tuple[Alike, ...]:
+        """The sites, those together that differ in nothing but their layer."""
         groups: dict[Site, list[int]] = {}
         for index, site in enumerate(self.sites):
             groups.setdefault(replace(site, layer=0), []).append(index)
-        return tuple((site, tuple(members)) for site, members in groups.items())
+        starts = np.array(self.columns)
+        return tuple(
+            Alike(site, np.array(members), starts[members][:, None] + np.arange(site.row_bytes))
+            for site, members in groups.items()
+        )
+
+    @cached_property
+    def first_group(self) -> tuple[int, ...]:
+        """Position of each site's first group among the groups of all sites, and the number of them."""
+        return (0, *itertools.accumulate(site.groups for site in self.sites))
+
+    @cached_property
+    def per_version(self) -> bool:
+        """Whether any site has a tensor scale of its own in every version."""
+        return any(site.tensor_scale == TensorScaleRule.PER_VERSION for site in self.sites)
 
     @cached_property
     def _layouts(self) -> dict[tuple[SiteSlice, ...], Layout]:
@@ -223,12 +252,17 @@ class SiteTable:
                 None if site.tensor_scale == TensorScaleRule.PER_VERSION else site.tensor_scale_value
                 for site in sites
             ),
-            slices == self.select(),
+            slices == self.whole,
         )
         # Slices also come from foreign bytes: what is kept of them must be bounded.
         if len(self._layouts) < _MAX_LAYOUTS:
             self._layouts[slices] = layout
         return layout
+
+    @cached_property
+    def whole(self) -> tuple[SiteSlice, ...]:
+        """The slices of all sites with all their groups."""
+        return self.select()
 
     def select(self, part: int = 0, parts: int = 1) -> tuple[SiteSlice, ...]:
         """Choose the slices that tensor-parallel rank `part` of `parts` writes.

@@ -150,8 +150,8 @@ class Overhead(_Record):
     """What TRACE costs, in three numbers (seconds), and their sum over the step's critical path.
 
     Capture, pack, put, fetch and the unpacking of fetched frames are CPU time of their threads. In the
-    asynchronous mode they run beside the trainer's step, so there the ratio is an upper bound; what the trainer
-    waited for is `seconds.fetch`.
+    asynchronous mode they run beside the trainer's step, so there the ratio is an upper bound; what the
+    trainer waited for is `seconds.fetch`.
     """
 
     records: float

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import secrets
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from functools import lru_cache
+from typing import IO, Any
 from urllib.parse import quote
 
 import fsspec
 import xxhash
+from fsspec.implementations.local import LocalFileSystem
 
 from tracerl.api.frames import (
     FRAME_SUFFIX,
@@ -43,6 +46,28 @@ _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NO_RIGHT = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 
+class _AbsolutePaths(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """fsspec's local filesystem for paths that are absolute already.
+
+    Its own methods work every path out anew, several times over, which costs more than the system calls.
+    """
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return path
+
+    def open(self, path: str, mode: str = "rb") -> IO[Any]:
+        return open(path, mode)  # noqa: PTH123  pathlib parses the path as well
+
+    def mv(self, path1: str, path2: str) -> None:
+        os.replace(path1, path2)  # noqa: PTH105
+
+
+@lru_cache(maxsize=256)
+def _directory_name(text: str) -> str:
+    return quote(text, safe="")
+
+
 class DirectoryTransport:
     """One store's end of a directory transport; `get`, `retain` and `release` work for handles of all stores.
 
@@ -65,11 +90,13 @@ class DirectoryTransport:
             raise TransportError(
                 "failed", f"{uri} cannot be used for records: {error}; write a URL of an installed filesystem"
             ) from None
+        if type(self._fs) is LocalFileSystem:
+            self._fs = _AbsolutePaths()
         protocol = self._fs.protocol
         protocols = {protocol} if isinstance(protocol, str) else set(protocol)
         self._atomic = bool(protocols & _ATOMIC)
         self._has_directories = not protocols & _OBJECT_STORES
-        self._run_root = "/".join((root.rstrip("/"), quote(job_uid, safe=""), quote(run_id, safe="")))
+        self._run_root = "/".join((root.rstrip("/"), _directory_name(job_uid), _directory_name(run_id)))
         self._lock = threading.Lock()
         self._writer = secrets.token_hex(4)
         self._sequence = 0
@@ -183,7 +210,8 @@ class DirectoryTransport:
         path = self._path(parts.store, parts.name)
         references = path + _REFERENCES_SUFFIX
         with self._errors("released"):
-            for reference in self._names(references):
+            names = self._names(references)
+            for reference in names or ():
                 try:
                     self._fs.rm_file(reference)
                 except FileNotFoundError:  # another releaser took this one
@@ -191,7 +219,9 @@ class DirectoryTransport:
                 return
             with contextlib.suppress(FileNotFoundError):
                 self._fs.rm_file(path)
-            self._remove_empty(references)
+            # Was there none, then one that a retainer makes meanwhile is its to remove.
+            if names is not None:
+                self._remove_empty(references)
             self._remove_empty_parents(parts.store)
 
     def usage(self) -> Usage:
@@ -221,14 +251,14 @@ class DirectoryTransport:
         except FileNotFoundError:
             return []
 
-    def _names(self, directory: str) -> list[str]:
+    def _names(self, directory: str) -> list[str] | None:
         try:
             return list(self._fs.ls(directory, detail=False))
         except FileNotFoundError:
-            return []
+            return None
 
     def _path(self, store: str, *names: str) -> str:
-        return "/".join((self._run_root, quote(store, safe=""), *names))
+        return "/".join((self._run_root, _directory_name(store), *names))
 
     def _parse(self, handle: Handle) -> HandleParts:
         try:

@@ -269,7 +269,11 @@ BAD: list[tuple[list[str], str, str]] = [
     (["spec.transport.onlyObject=false"], "spec.transport.onlyObject", "write true"),
     (["spec.rollout.nodes=2", "spec.trainer.nodes=2"], "spec.trainer.nodes", "on one machine); write 1"),
     (
-        ["spec.trainer.parallelism.data=9", "spec.algorithm={promptsPerStep: 2, samplesPerPrompt: 4}"],
+        [
+            "spec.trainer.parallelism.data=9",
+            "spec.algorithm.promptsPerStep=2",
+            "spec.algorithm.samplesPerPrompt=4",
+        ],
         "spec.trainer.parallelism.data",
         "write at most 8",
     ),

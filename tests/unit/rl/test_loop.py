@@ -52,6 +52,19 @@ async def test_two_runs_repeat_exactly_and_a_resumed_one_continues_exactly(tmp_p
         assert resumed.of("finish")[0][key] == first.of("finish")[0][key]
 
 
+@pytest.mark.parametrize(("retention", "kept"), [("Trained", False), ("Job", True), ("Forever", True)])
+async def test_how_long_frames_are_kept(tmp_path: Path, retention: str, kept: bool) -> None:
+    transport = {"onlyObject": True, "object": {"retention": retention}}
+    during: list[int] = []
+    log = Log(lambda line: during.append(len(frames(tmp_path))) if line["type"] == "step" else None)
+    await run(make_job(tmp_path, algorithm={**ALGORITHM, "maxVersionDiff": 0}, transport=transport), log)
+    trained = [step["records"]["frames"] for step in log.of("step")]
+    assert min(trained) > 0
+    # Those that were trained on, and none of evaluations.
+    assert during == ([sum(trained[:n]) for n in (1, 2, 3, 4)] if kept else [0, 0, 0, 0])
+    assert len(frames(tmp_path)) == (sum(trained) if kept else 0)
+
+
 async def test_what_a_step_reports(tmp_path: Path) -> None:
     job = make_job(tmp_path, algorithm={**ALGORITHM, "miniBatches": 1}, records={"auditEvery": 3})
     log = await run(job)

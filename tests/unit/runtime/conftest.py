@@ -14,6 +14,6 @@ def script(tmp_path: Path) -> Callable[[str, str], ProcessSpec]:
     def make(name: str, code: str) -> ProcessSpec:
         head = "import os, signal, subprocess, sys, time, pathlib\nhere = pathlib.Path(sys.argv[1])\n"
         arguments = [sys.executable, "-c", head + code, str(tmp_path)]
-        return ProcessSpec(name, name.split("-")[0], arguments, tmp_path / "logs" / f"{name}.log", {})
+        return ProcessSpec(name, name.partition("-")[0], arguments, tmp_path / "logs" / f"{name}.log", {})
 
     return make

@@ -147,10 +147,11 @@ def test_trainers_are_started_again_together(supervise, tmp_path, killed, notice
 
 
 def test_trainers_have_one_budget(supervise):
-    with pytest.raises(JobError, match="1 restarts were made and failurePolicy.maxRestarts is 1"):
-        supervise(
-            IDLE, *(DIES.format(name=f"count-{rank}", times=1) + IDLE for rank in (0, 1)), max_restarts=1
-        )
+    first = DIES.format(name="count-0", times=1) + IDLE
+    second = "while (here / 'count-0').read_text() != '2': time.sleep(0.01)\n"
+    second = "while not (here / 'count-0').exists(): time.sleep(0.01)\n" + second
+    with pytest.raises(JobError, match=r"trainer-1 was killed .* 1 restarts were made .*maxRestarts is 1"):
+        supervise(IDLE, first, second + DIES.format(name="count-1", times=1), max_restarts=1)
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -162,10 +163,13 @@ def test_the_trainer_that_failed_explains_it(supervise, failing):
         supervise(IDLE, *codes)
 
 
-def test_a_trainer_that_was_let_go_is_not_started_again(supervise, tmp_path):
-    wait = "while not (here / 'let go').exists(): time.sleep(0.01)\ntime.sleep(0.3)"
-    ending, announced = supervise(IDLE, wait, "(here / 'let go').touch()")
-    assert (ending.state, announced) == ("Complete", [])
+def test_a_trainer_that_was_let_go_is_not_started_again(supervise):
+    """The leader is done only after the other one was reaped."""
+    wait = "while not (here / 'other').exists(): time.sleep(0.01)\n"
+    gone = "while pathlib.Path('/proc', (here / 'other').read_text()).exists(): time.sleep(0.01)"
+    leave = "(here / 'new').write_text(str(os.getpid())); (here / 'new').rename(here / 'other')"
+    ending, announced = supervise(IDLE, wait + gone, leave)
+    assert (ending.state, ending.restarts, announced) == ("Complete", {}, [])
 
 
 def test_the_deadline_fails_the_job(supervise):

@@ -381,7 +381,7 @@ class RolloutServer:
             if len(prompt) + params.max_new_tokens > limit:
                 raise _RefusedError(
                     400,
-                    f"prompt {index} has {len(prompt)} tokens and asks for {params.max_new_tokens} more, where "
+                    f"prompt {index} has {len(prompt)} tokens and asks for {params.max_new_tokens} more, but "
                     f"a sequence has {limit} at most: the model's context, rollout.kvCacheTokens, or "
                     "algorithm.maxPromptTokens + maxResponseTokens; ask for less or raise the least of these",
                 )
