@@ -1,7 +1,8 @@
-"""Batching: padded guides and routes of several trajectories, against the trajectories one by one."""
+"""Batching: guides and routes of a stream of trajectories, against the trajectories one by one."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,8 @@ import torch
 from record_builders import JOB, RUN, TRAJECTORY, Store, make_header, make_shape, make_spec
 
 from tracerl.api.job import Spec
-from tracerl.numerics import Guide, Quantized, TensorScale, guided_quantize, quantize, unpack_bits
-from tracerl.records.batch import batch_guide, batch_routes
+from tracerl.numerics import Guide, TensorScale, guided_quantize, quantize, unpack_bits
+from tracerl.records.batch import RecordStream
 from tracerl.records.frame import encode_frame
 from tracerl.records.pairing import RecordEntry, TrajectoryRecords, assemble
 from tracerl.records.rows import pack_routes, pack_rows
@@ -81,38 +82,42 @@ def specs() -> list[Spec]:
     ]
 
 
+def stream(
+    table: SiteTable, records: list[TrajectoryRecords | None], lengths: tuple[int, ...]
+) -> tuple[RecordStream, list[slice]]:
+    """The stream of trajectories, and where each of them lies in it."""
+    starts = np.cumsum([0, *lengths])
+    spans = [slice(int(a), int(b)) for a, b in pairwise(starts)]
+    return RecordStream(table, records, lengths), spans
+
+
 @pytest.mark.parametrize("spec", specs())
-def test_a_batched_guide_guides_every_row_as_its_own_record_would(spec: Spec) -> None:
+def test_a_streams_guide_guides_every_row_as_its_own_record_would(spec: Spec) -> None:
     table = site_table(SHAPE, spec)
-    lengths, rows = (7, 4, 5), 9
-    made = [recorded(table, n, seed=n, lost=(2, 4) if n == 7 else None, scale=0.5 * n) for n in lengths]
+    made = [recorded(table, n, seed=n, lost=(2, 4) if n == 7 else None, scale=0.5 * n) for n in (7, 4, 5)]
     records = [made[0][0], None, made[1][0], made[2][0]]
     truths = [made[0][1], None, made[1][1], made[2][1]]
+    every, spans = stream(table, records, (7, 3, 4, 5))
+    present = [True] * 2 + [False] * 2 + [True] * 3 + [False] * 3 + [True] * 9
     rng = torch.Generator().manual_seed(9)
     for site in table.sites:
         if site.kind is SiteKind.ROUTES:
             continue
-        guide = batch_guide(records, site, rows, "cpu")
-        assert guide.codes.shape == (4, rows, site.code_bytes)
-        assert guide.scales.shape == (4, rows, site.scale_bytes)
-        present = [
-            [b != 1 and r < n and not (b == 0 and r in {2, 3}) for r in range(rows)]
-            for b, n in enumerate((7, 0, 4, 5))
-        ]
+        guide = every.guide(site)
+        assert guide.codes.shape == (19, site.code_bytes)
+        assert guide.scales.shape == (19, site.scale_bytes)
         assert guide.present is not None
         assert guide.present.tolist() == present
-        x = torch.randn(4, rows, site.dim, generator=rng)
-        batched = guided_quantize(x, guide)
-        for b, truth in enumerate(truths):
+        x = torch.randn(19, site.dim, generator=rng)
+        together = guided_quantize(x, guide)
+        for span, truth in zip(spans, truths, strict=True):
             if truth is None:
                 continue
-            whole: Quantized = truth[site.layer, site.kind]
-            n = len(whole.codes)
-            own = Guide.of(whole, site.code_bits, site.scale_bits)
-            alone = guided_quantize(x[b, :n], own)
-            here = torch.tensor(present[b][:n])
-            assert torch.equal(batched.codes[b, :n][here], alone.codes[here])
-            assert torch.equal(batched.scales[b, :n][here], alone.scales[here])
+            own = Guide.of(truth[site.layer, site.kind], site.code_bits, site.scale_bits)
+            alone = guided_quantize(x[span], own)
+            here = guide.present[span]
+            assert torch.equal(together.codes[span][here], alone.codes[here])
+            assert torch.equal(together.scales[span][here], alone.scales[here])
 
 
 def test_zero_blocks_stay_with_their_rows() -> None:
@@ -120,14 +125,12 @@ def test_zero_blocks_stay_with_their_rows() -> None:
     made = [recorded(table, n, seed=n) for n in (7, 4)]
     site = table.find(1, SiteKind.KEY)
     assert site is not None
-    guide = batch_guide([records for records, _ in made], site, 8)
-    wanted = torch.zeros(2, 8, site.blocks, dtype=torch.bool)
-    for b, (_, truth) in enumerate(made):
-        zero = truth[1, SiteKind.KEY].scales == 0
-        wanted[b, : len(zero)] = zero
+    every, _ = stream(table, [records for records, _ in made], (7, 4))
+    wanted = torch.cat([truth[1, SiteKind.KEY].scales == 0 for _, truth in made])
     assert wanted.any()
-    assert guide.zero_blocks is not None
-    assert torch.equal(guide.zero_blocks, wanted)
+    zero_blocks = every.guide(site).zero_blocks
+    assert zero_blocks is not None
+    assert torch.equal(zero_blocks, wanted)
 
 
 def test_a_mask_takes_rows_out() -> None:
@@ -135,39 +138,46 @@ def test_a_mask_takes_rows_out() -> None:
     records, truth = recorded(table, 4, seed=1)
     site = table.find(1, SiteKind.EXPERT_INPUT)
     assert site is not None
-    mask = torch.tensor([[True, False, True, True, True, True]])
-    guide = batch_guide([records], site, 6, mask=mask)
+    every, _ = stream(table, [records], (4,))
+    guide = every.guide(site, torch.tensor([True, False, True, True]))
     assert guide.present is not None
-    assert guide.present.tolist() == [[True, False, True, True, False, False]]
+    assert guide.present.tolist() == [True, False, True, True]
     low = unpack_bits(guide.codes, 1, site.dim)
-    assert torch.equal(low[0, :4], truth[1, SiteKind.EXPERT_INPUT].codes & 1)
+    assert torch.equal(low, truth[1, SiteKind.EXPERT_INPUT].codes & 1)
 
 
-def test_routes_of_a_batch() -> None:
+def test_routes_of_a_stream() -> None:
     table = site_table(SHAPE, make_spec())
     made = [recorded(table, n, seed=n, lost=(1, 2) if n == 5 else None) for n in (5, 3)]
     site = table.find(0, SiteKind.ROUTES)
     assert site is not None
-    ids, present = batch_routes([made[0][0], made[1][0], None], site, 6)
-    assert (ids.shape, ids.dtype) == ((3, 6, 2), torch.int64)
-    assert present.tolist() == [[True, False, True, True, True, False], [True] * 3 + [False] * 3, [False] * 6]
-    for b, (_, truth) in enumerate(made):
-        wanted = torch.where(present[b, : len(truth[0, SiteKind.ROUTES]), None], truth[0, SiteKind.ROUTES], 0)
-        assert torch.equal(ids[b, : len(wanted)], wanted)
-    assert not batch_routes([None, None], site, 6)[1].any()
+    every, _ = stream(table, [made[0][0], None, made[1][0]], (5, 2, 3))
+    ids, present = every.routes(site)
+    assert (ids.shape, ids.dtype) == ((10, 2), torch.int64)
+    assert present.tolist() == [True, False, True, True, True, False, False, True, True, True]
+    wanted = torch.cat([made[0][1][0, SiteKind.ROUTES], torch.zeros(2, 2), made[1][1][0, SiteKind.ROUTES]])
+    assert torch.equal(ids[present], wanted[present].long())
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_records_of_another_table_or_length_are_absent() -> None:
     table = site_table(SHAPE, make_spec())
     records, _ = recorded(table, 4, seed=1)
-    site, routes = table.find(1, SiteKind.KEY), table.find(1, SiteKind.ROUTES)
-    assert site is not None
-    assert routes is not None
-    with pytest.raises(ValueError, match="4 rows, more than the 3"):
-        batch_guide([records], site, 3)
-    with pytest.raises(ValueError, match="layer 1 Routes is not quantised"):
-        batch_guide([records], routes, 4)
+    other, _ = recorded(site_table(SHAPE, make_spec(trace={"codeBits": 2})), 4, seed=1)
+    every, spans = stream(table, [other, records, records], (4, 3, 4))
+    assert every.present.any(dim=1).tolist() == [False] * 7 + [True] * 4
+    assert every.versions.tolist() == [-1] * 7 + [3] * 4
+    assert torch.equal(every.rows[spans[2]], records.rows)
+
+
+def test_what_has_no_guide_is_refused() -> None:
+    table = site_table(SHAPE, make_spec())
+    records, _ = recorded(table, 4, seed=1)
+    routes = table.find(1, SiteKind.ROUTES)
     other = site_table(SHAPE, make_spec(trace={"codeBits": 2})).find(1, SiteKind.KEY)
+    assert routes is not None
     assert other is not None
+    every, _ = stream(table, [records], (4,))
+    with pytest.raises(ValueError, match="layer 1 Routes is not quantised"):
+        every.guide(routes)
     with pytest.raises(KeyError):
-        batch_guide([records], other, 4)
+        every.guide(other)

@@ -1,8 +1,8 @@
 """Four-bit emulation in the trainer's forward pass: which treatment each site gets, and from which record.
 
-`RecordStream` holds the records of a micro-batch in the model's own row order, `TrainerHooks` applies the
-plan of the job's method to one forward pass. `quantise_experts` is shared with the rollout, so that both
-sides compute with the same weight codes.
+`MicroBatch` holds a batch and its records in the model's own row order, `TrainerHooks` applies the plan of
+the job's method to one forward pass. `quantise_experts` is shared with the rollout, so that both sides compute
+with the same weight codes.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ from tracerl.numerics import (
     quantize,
     unpack_bits,
 )
-from tracerl.records.pairing import TrajectoryRecords
-from tracerl.records.rows import unpack_routes
-from tracerl.records.sites import BLOCK_FORMATS, Site, SiteKind, SiteTable
+from tracerl.records.batch import RecordStream
+from tracerl.records.sites import BLOCK_FORMATS, SiteKind, SiteTable
 
 
 @torch.no_grad()
@@ -65,79 +64,6 @@ def quantise_experts(model: MoEModel, treatment: Treatment, quantization: Quanti
                     site=f"layer {index} experts' {name} weights",
                 )
             )
-
-
-class RecordStream:
-    """Records of a micro-batch, row i for row i of the model's stream: tokens[:-1] of each trajectory.
-
-    Rows of trajectories without a usable record of this table are absent; records are read, never emptied.
-    """
-
-    def __init__(
-        self,
-        table: SiteTable,
-        records: Sequence[TrajectoryRecords | None],
-        lengths: Sequence[int],
-        device: torch.device | str,
-    ) -> None:
-        self.table = table
-        usable = [
-            record
-            if record is not None and record.n_rows == n and record.table.digest == table.digest
-            else None
-            for record, n in zip(records, lengths, strict=True)
-        ]
-        sites = len(table.sites)
-
-        def joined(of: Callable[[TrajectoryRecords], Tensor], absent: Callable[[int], Tensor]) -> Tensor:
-            parts = (absent(n) if r is None else of(r) for r, n in zip(usable, lengths, strict=True))
-            return torch.cat(list(parts)).to(device)
-
-        self.rows: Tensor = joined(
-            lambda r: r.rows, lambda n: torch.zeros((n, table.row_bytes), dtype=torch.uint8)
-        )
-        self.present: Tensor = joined(
-            lambda r: r.present, lambda n: torch.zeros((n, sites), dtype=torch.bool)
-        )
-        self.versions: Tensor = joined(
-            lambda r: r.versions, lambda n: torch.full((n,), -1, dtype=torch.int32)
-        )
-        starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
-        shifted = [
-            r.zero_blocks + torch.tensor([start, 0, 0])
-            for r, start in zip(usable, starts, strict=False)
-            if r is not None and len(r.zero_blocks)
-        ]
-        self._zero_blocks = torch.cat(shifted) if shifted else None
-
-    def bytes_of(self, site: Site) -> Tensor:
-        """Packed bytes of one site, uint8 [N, row_bytes], a view."""
-        offset = self.table.offset(site)
-        return self.rows[:, offset : offset + site.row_bytes]
-
-    def present_at(self, site: Site) -> Tensor:
-        """Which rows hold the site, bool [N]."""
-        return self.present[:, self.table.index(site)]
-
-    def guide(self, site: Site, follow: Tensor | None = None) -> Guide:
-        """Guide of a quantised site over all rows; `follow` bool [N] takes further rows out."""
-        packed, present = self.bytes_of(site), self.present_at(site)
-        zero: Tensor | None = None
-        if self._zero_blocks is not None:
-            found = self._zero_blocks[self._zero_blocks[:, 1] == self.table.index(site)]
-            if len(found):
-                zero = torch.zeros((len(packed), site.blocks), dtype=torch.bool)
-                zero[found[:, 0], found[:, 2]] = True
-                zero = zero.to(packed.device)
-        return Guide(
-            codes=packed[:, : site.code_bytes],
-            scales=packed[:, site.code_bytes : site.code_bytes + site.scale_bytes],
-            code_bits=site.code_bits,
-            scale_bits=site.scale_bits,
-            tensor_scale=TensorScale.one(),
-            zero_blocks=zero,
-            present=present if follow is None else present & follow,
-        )
 
 
 @dataclass(frozen=True)
@@ -227,8 +153,7 @@ class TrainerHooks(PlainHooks):
         if site is None:
             return super().routes(layer, logits)
         started = time.perf_counter()
-        recorded = unpack_routes(site, self._batch.records.bytes_of(site))
-        present = self._batch.records.present_at(site)
+        recorded, present = self._batch.records.routes(site)
         missing = len(present) - int(present.sum())
         self._stats.routes_rows += len(present)
         self._stats.routes_missing += missing
