@@ -38,6 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader of a pipe went away. Python flushes stdout once more at exit and must not meet it then.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
+    except KeyboardInterrupt:
+        _complain("stopped (Ctrl-C)")
+        return FAILED
     return code
 
 
@@ -55,9 +58,6 @@ def _guarded(options: argparse.Namespace) -> int:
         return BAD_INPUT
     except TraceRLError as error:
         _complain(str(error))
-        return FAILED
-    except KeyboardInterrupt:
-        _complain("stopped (Ctrl-C)")
         return FAILED
     except Exception as error:  # whatever it is, the user gets a sentence
         if options.debug:
@@ -201,9 +201,11 @@ def _compare(options: argparse.Namespace) -> int:
     stopped, failures = run_arms(
         arms, lambda: display_for(quiet=options.quiet), shlex.join(["tracerl", *options.given])
     )
+    ran = [arm.directory for arm in arms if RunLayout(arm.directory).metrics.exists()]
+    for directory in ran:
+        _report_run(directory, quiet=True)
     if stopped is not None:
         return _end(stopped)
-    ran = [arm.directory for arm in arms if RunLayout(arm.directory).metrics.exists()]
     if ran:
         _compare_runs(ran, out / "report.html", quiet=options.quiet)
     if failures:
@@ -238,10 +240,18 @@ def _inspect(options: argparse.Namespace) -> int:
 
     from tracerl.records.inspect import inspect_frames
 
-    damaged = False
+    frames = rows = size = damaged = 0
     for frame in inspect_frames(options.places):
-        damaged = damaged or "reason" in frame
+        frames, size = frames + 1, size + frame["bytes"]
+        if "reason" in frame:
+            damaged += 1
+        else:
+            first, stop = frame["rows"]
+            rows += stop - first
         print(json.dumps(frame) if options.format == "json" else _frame_line(frame))
+    if options.format == "text":
+        more = f"; {damaged:,} damaged" if damaged else ""
+        print(f"{frames:,} frames: {rows:,} rows, {size:,} bytes{more}")
     return FAILED if damaged else DONE
 
 
@@ -376,7 +386,3 @@ def _parser() -> _Parser:
 
     add("doctor", _doctor, "Check this machine and say how to get what is missing.")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

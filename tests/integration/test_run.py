@@ -43,7 +43,7 @@ class Command:
     def __init__(self, where: Path, *arguments: str) -> None:
         self.where = where
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tracerl.cli", *arguments],
+            [sys.executable, "-m", "tracerl", *arguments],
             cwd=where,
             env={**os.environ, "TRACERL_CACHE": str(where / "cache")},
             stdout=subprocess.PIPE,
@@ -167,6 +167,9 @@ def test_a_run_to_its_end_and_then_compared(tracerl, tmp_path):
         assert (run / "metrics.jsonl").stat() == written
         other = (tmp_path / "both/bf16-seed1/metrics.jsonl").stat().st_mtime_ns
     assert (tmp_path / "both/bf16-seed1/metrics.jsonl").stat().st_mtime_ns == other
+    for arm in ("trace-seed1", "bf16-seed1"):
+        assert json.loads((tmp_path / "both" / arm / "summary.json").read_text())["steps_done"] == 2
+        assert (tmp_path / "both" / arm / "report.html").exists()
 
 
 def test_a_run_that_is_hit_by_everything(tracerl, tmp_path):
@@ -261,3 +264,21 @@ def test_a_budget_that_is_used_up_is_one_sentence(tracerl, tmp_path):
     assert re.fullmatch(r"tracerl: rollout-0 was killed .* failurePolicy.maxRestarts is 0; see .*\n", error)
     assert not processes_in(tmp_path)
     assert {path.name for path in run.iterdir()} <= LASTING
+
+
+def test_a_run_that_ended_before_its_first_step_is_started_anew(tracerl, tmp_path):
+    """With a manifest that was corrected since."""
+    run = tmp_path / "out"
+    late = ["--set", "spec.activeDeadlineSeconds=1", "--set", "spec.algorithm.steps=3"]
+    code, _, error = tracerl("run", "job.yaml", *late, "--out", "out").finish()
+    assert (code, error.count("\n")) == (1, 1)
+    assert "longer than spec.activeDeadlineSeconds (1 s)" in error
+    code, _, error = tracerl("run", "job.yaml", "--out", "out", "--resume").finish()
+    assert code == 2
+    assert "spec.algorithm.steps is not what the run in" in error
+    assert "start it anew without --resume" in error
+    code, out, error = tracerl("run", "job.yaml", "--out", "out").finish()
+    assert (code, error) == (0, "")
+    assert "the run that was here ended before its first step; starting it anew\n" in out
+    assert steps(run) == [1, 2]
+    assert len([event for event in events(run) if event["type"] == "start"]) == 1

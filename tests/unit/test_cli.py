@@ -38,7 +38,7 @@ def here(tmp_path):
 
 def tracerl(where, *arguments, **more):
     environment = {**os.environ, "TRACERL_CACHE": str(where / "cache"), "COLUMNS": "100"}
-    command = [sys.executable, "-m", "tracerl.cli", *arguments]
+    command = [sys.executable, "-m", "tracerl", *arguments]
     return subprocess.run(
         command, cwd=where, env=environment, capture_output=True, text=True, timeout=60, check=False, **more
     )
@@ -60,6 +60,8 @@ BAD_INPUT: list[tuple[list[str], str]] = [
     (["run", "job.yaml", "--out", "taken"], "taken holds other files, for example notes.txt"),
     (["run", "job.yaml", "--out", "job.yaml"], "job.yaml cannot be used as run directory (file exists)"),
     (["run", "job.yaml", "--out", "job.yaml/x"], "cannot be used as run directory (not a directory)"),
+    (["run", "job.yaml", "--out", "x" * 256], "cannot be used as run directory (file name too long)"),
+    (["run", "job.yaml", "--out", "x" * 256, "--resume"], "directory (file name too long)"),
     (["run", "job.yaml", "--out", "new", "--resume"], "new has no run to resume"),
     (["run", "job.yaml", "--set", "spec.output.uri=s3://runs"], "give a directory with --out"),
     (["validate", "nowhere.yaml"], "nowhere.yaml does not exist"),
@@ -68,7 +70,7 @@ BAD_INPUT: list[tuple[list[str], str]] = [
     (["compare", "job.yaml", "--methods", "TRACE,PPO"], "'PPO' is not a method; choose from BF16"),
     (["compare", "job.yaml", "--methods", "QAT,qat"], "QAT is named twice"),
     (["compare", "job.yaml", "--methods", "QAT", "--seeds", "0"], "'0' is not a number of seeds"),
-    (["records", "verify", "nowhere"], "nowhere"),
+    (["records", "verify", "nowhere"], "nowhere does not exist"),
     (["records", "inspect", "taken"], "holds no record frames"),
     (["report", "taken"], "is not a run directory"),
     (["report", "nowhere"], "is not a run directory"),
@@ -128,6 +130,15 @@ def test_validate_as_json(here, file, code, paths):
     assert all(fault["problem"] and fault["remedy"] for fault in found["faults"])
 
 
+def test_inspected_frames_have_totals(capsys):
+    golden = Path(__file__).parent / "records/golden"
+    assert cli.main(["records", "inspect", f"{golden}/frame-v1.trec", f"{golden}/prefix-v1.trec"]) == 0
+    *frames, totals = capsys.readouterr().out.splitlines()
+    assert len(frames) == 2
+    size = sum((golden / name).stat().st_size for name in ("frame-v1.trec", "prefix-v1.trec"))
+    assert re.fullmatch(rf"2 frames: \d rows, {size} bytes", totals)
+
+
 def test_the_version(here):
     done = tracerl(here, "--version")
     assert (done.returncode, done.stdout) == (0, "tracerl 0.1.0\n")
@@ -151,6 +162,34 @@ def test_it_starts_without_what_it_does_not_need(here, arguments, absent):
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=here, capture_output=True, text=True, check=True)
     assert not absent & set(eval(done.stdout.splitlines()[-1]))
+
+
+def test_ctrl_c_is_a_sentence_from_the_first_import_on(here):
+    """The first import of the command line is where it is sent; nothing of ours runs before."""
+    code = (
+        "import os, signal, sys\n"
+        "from tracerl.__main__ import main\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == {!r}: os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "sys.argv[1:] = ['validate', 'job.yaml']\n"
+        "sys.exit(main())"
+    )
+    for module in ("tracerl.cli", "tracerl.api.errors", "pydantic_core", "yaml"):
+        command = [sys.executable, "-c", code.format(module)]
+        done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (1, "", "tracerl: stopped (Ctrl-C)\n"), module
+
+
+def test_a_run_directory_that_may_not_be_examined(here):
+    (here / "taken").chmod(0)
+    if os.access(here / "taken", os.X_OK):
+        pytest.skip("root may examine every directory")
+    done = tracerl(here, "run", "job.yaml", "--out", "taken/run")
+    (here / "taken").chmod(0o700)
+    assert done.returncode == 2
+    _one_sentence(done.stdout, done.stderr, "cannot be used as run directory (permission denied)")
 
 
 def test_an_unexpected_error_is_a_sentence_and_its_traceback_a_file(here):
@@ -178,7 +217,7 @@ def test_an_unexpected_error_is_a_sentence_and_its_traceback_a_file(here):
 
 def test_a_reader_that_goes_away_is_no_error(here):
     process = subprocess.Popen(
-        [sys.executable, "-m", "tracerl.cli", "validate", "job.yaml"],
+        [sys.executable, "-m", "tracerl", "validate", "job.yaml"],
         cwd=here,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -1,18 +1,25 @@
-"""The documentation holds together: links lead somewhere, and every page can be reached from the index."""
+"""The documentation holds together: links, the way to each page, jobs and commands."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
+
+from tracerl.api.job import KIND
+from tracerl.api.load import check
+from tracerl.cli import _parser
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md")])
 _LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+_BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 
 
 def links(page: Path) -> Iterator[tuple[Path, str]]:
@@ -57,3 +64,65 @@ def test_decisions_are_numbered_without_gaps_and_listed_in_order() -> None:
     for name in decisions:
         first = (DOCS / "decisions" / name).read_text(encoding="utf-8").splitlines()[0]
         assert first.startswith(f"# {name[:4]}: ")
+
+
+def blocks(page: Path, language: str) -> Iterator[str]:
+    """Fenced blocks of a page in a language."""
+    for _, found, text in _BLOCK.findall(page.read_text(encoding="utf-8")):
+        if found == language:
+            yield text
+
+
+def jobs(page: Path) -> Iterator[dict[str, object]]:
+    """YAML blocks of a page that are whole jobs."""
+    for text in blocks(page, "yaml"):
+        document = yaml.safe_load(text)
+        if isinstance(document, dict) and document.get("kind") == KIND:
+            yield document
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """Arguments of the tracerl commands that a page's console blocks show."""
+    for text in blocks(page, "console"):
+        for line in text.replace("\\\n", "").splitlines():
+            _, prompt, command = line.partition("$ ")
+            words = shlex.split(command, comments=True)
+            if prompt and words[:1] == ["tracerl"]:
+                yield words[1 : words.index("|") if "|" in words else None]
+
+
+@pytest.mark.parametrize(
+    ("page", "job"),
+    [
+        pytest.param(page, job, id=f"{page.relative_to(ROOT)}-{number}")
+        for page in PAGES
+        for number, job in enumerate(jobs(page))
+    ],
+)
+def test_jobs_are_valid(page: Path, job: dict[str, object]) -> None:
+    assert check(job) == [], page
+
+
+def test_the_pages_that_show_a_job_are_found() -> None:
+    assert {page.name for page in PAGES if any(jobs(page))} >= {"README.md", "your-own-task.md"}
+
+
+def test_the_page_of_your_own_task_shows_the_example() -> None:
+    page, example = DOCS / "how-to/your-own-task.md", ROOT / "jobs/examples/own-task"
+    (job,), (reward,), (line,) = jobs(page), blocks(page, "python"), blocks(page, "json")
+    assert job == yaml.safe_load((example / "job.yaml").read_text(encoding="utf-8"))
+    assert reward in (example / "reward.py").read_text(encoding="utf-8")
+    assert line in (example / "words.jsonl").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "how-to").glob("*.md")), ids=lambda page: page.name)
+def test_commands_exist(page: Path) -> None:
+    for words in commands(page):
+        options = _parser().parse_args(words)  # SystemExit says which word is wrong
+        if "job" in options:
+            assert (ROOT / options.job).exists(), words
+
+
+def test_the_commands_of_a_page_are_found() -> None:
+    found = [words[0] for words in commands(DOCS / "how-to/run-locally.md")]
+    assert found == ["doctor", "validate", "run", "run", "run", "compare", "run", "records", "records"]

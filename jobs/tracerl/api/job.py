@@ -255,7 +255,10 @@ class Task(Model):
     """What the policy is asked and how an answer is scored: a named task, or JSONL with a reward function."""
 
     name: str | None = field(
-        None, doc="reasoning_gym/DATASET (extra `tasks`) or builtin/chain_sum.", max_length=253
+        None,
+        doc="reasoning_gym/DATASET (extra `tasks`) or builtin/chain_sum. Of a reasoning_gym data set only a "
+        "score of exactly 1 counts: partial scores are rewarded with 0.",
+        max_length=253,
     )
     parameters: dict[str, Any] = field(
         {}, doc="Arguments of the named task, for example min_digits.", max_length=64
@@ -851,7 +854,7 @@ class Metadata(Model):
 
     model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="allow", frozen=True)
     name: Annotated[str, Field(max_length=50, pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$")] = field(
-        doc="Name of the job: lower-case letters, digits and dashes, at most 50.", example="canary"
+        doc="A name for the job: lower-case letters, digits and dashes, at most 50.", example="canary"
     )
     namespace: str | None = None
     uid: str | None = None

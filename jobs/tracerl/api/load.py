@@ -65,6 +65,7 @@ def _examine(document: object, machine: Machine | None) -> tuple[TraceRLJob | No
         if key not in values:
             faults.append(Fault(key, "is missing", f"add {key}: {value}"))
     job, errors = _parse(values)
+    errors += _in_long_lists(values, errors)
     for error in errors:
         place = _place(error)
         if not any(place[: len(bad)] == bad for bad in unread):
@@ -92,6 +93,24 @@ def _parse(values: dict[str, Any]) -> tuple[TraceRLJob | None, list[ErrorDetails
         return TraceRLJob.model_validate_json(text, strict=True, by_alias=True, by_name=False), []
     except ValidationError as error:
         return None, error.errors(include_url=False)
+
+
+def _in_long_lists(values: dict[str, Any], errors: list[ErrorDetails]) -> list[ErrorDetails]:
+    """Find the faults of items of lists that are too long: parsing such a list stops at its length."""
+    lengths = {
+        _place(error): error["ctx"]["max_length"]
+        for error in errors
+        if error["type"] == "too_long" and isinstance(error["input"], list)
+    }
+    if not lengths:
+        return []
+    shorter = copy.deepcopy(values)
+    for place, length in lengths.items():
+        here: Any = shorter
+        for part in place:
+            here = here[part]
+        del here[length:]
+    return [error for error in _parse(shorter)[1] if _field(_place(error)) in lengths]
 
 
 def _place(error: ErrorDetails) -> Location:

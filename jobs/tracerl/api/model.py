@@ -13,6 +13,22 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from tracerl.api.errors import InputError
 
 _COMPLETE = "use the configuration of a Qwen3-MoE model"
+_MAX_SIZE = 2**24
+"""Largest dimension: products of two stay far from what tensors' sizes can be."""
+_HF_KEYS = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "experts": "num_experts",
+    "top_k": "num_experts_per_tok",
+    "expert_hidden": "moe_intermediate_size",
+    "vocab": "vocab_size",
+    "context": "max_position_embeddings",
+    "rms_eps": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+}
+"""Hugging Face's names of what is called otherwise here."""
 
 
 class ModelShape(BaseModel):
@@ -22,18 +38,18 @@ class ModelShape(BaseModel):
     indices from 0. `expert_hidden` is the width between an expert's two matrices (F in gate_up [E, 2F, H]).
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     layers: int = Field(ge=1, le=1_024)
-    hidden: int = Field(ge=1)
-    heads: int = Field(ge=1)
-    kv_heads: int = Field(ge=1)
-    head_dim: int = Field(ge=2)
-    experts: int = Field(ge=1)
-    top_k: int = Field(ge=1)
-    expert_hidden: int = Field(ge=1)
-    vocab: int = Field(ge=2)
-    context: int = Field(ge=2)
+    hidden: int = Field(ge=1, le=_MAX_SIZE)
+    heads: int = Field(ge=1, le=_MAX_SIZE)
+    kv_heads: int = Field(ge=1, le=_MAX_SIZE)
+    head_dim: int = Field(ge=2, le=_MAX_SIZE)
+    experts: int = Field(ge=1, le=_MAX_SIZE)
+    top_k: int = Field(ge=1, le=_MAX_SIZE)
+    expert_hidden: int = Field(ge=1, le=_MAX_SIZE)
+    vocab: int = Field(ge=2, le=_MAX_SIZE)
+    context: int = Field(ge=2, le=_MAX_SIZE)
     moe_layers: tuple[int, ...]
     full_attention_layers: tuple[int, ...]
     rope_theta: float = Field(10_000.0, gt=0)
@@ -90,6 +106,7 @@ class ModelShape(BaseModel):
 
         layers, heads, hidden = read("num_hidden_layers"), read("num_attention_heads"), read("hidden_size")
         step, dense = read("decoder_sparse_step", 1), read("mlp_only_layers", [])
+        head_dim, theta = config.get("head_dim"), rope.get("rope_theta", config.get("rope_theta"))
         every = tuple(range(layers)) if isinstance(layers, int) and 0 < layers <= 1_024 else ()
         if not isinstance(step, int) or step < 1 or not isinstance(dense, list):
             raise InputError(f"config.json has a wrong decoder_sparse_step or mlp_only_layers; {_COMPLETE}")
@@ -99,7 +116,7 @@ class ModelShape(BaseModel):
                 hidden=hidden,
                 heads=heads,
                 kv_heads=read("num_key_value_heads", heads),
-                head_dim=config.get("head_dim") or hidden // heads,
+                head_dim=hidden // heads if head_dim is None else head_dim,
                 # transformers 5 writes num_local_experts, published checkpoints have num_experts.
                 experts=read("num_experts", config.get("num_local_experts")),
                 top_k=read("num_experts_per_tok"),
@@ -108,14 +125,14 @@ class ModelShape(BaseModel):
                 context=read("max_position_embeddings"),
                 moe_layers=tuple(i for i in every if i not in dense and (i + 1) % step == 0),
                 full_attention_layers=every,
-                rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0),
-                rms_eps=float(read("rms_norm_eps", 1e-6)),
+                rope_theta=10_000.0 if theta is None else theta,
+                rms_eps=read("rms_norm_eps", 1e-6),
                 tie_embeddings=read("tie_word_embeddings", False),
                 norm_topk_prob=read("norm_topk_prob", False),
             )
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
+            where = ".".join(_HF_KEYS.get(str(part), str(part)) for part in first["loc"])
             raise InputError(f"config.json is wrong: {where} {first['msg']}; {_COMPLETE}") from None
         except (TypeError, ValueError, ZeroDivisionError) as error:
             raise InputError(f"config.json is wrong: {error}; {_COMPLETE}") from None

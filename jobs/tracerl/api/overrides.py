@@ -20,27 +20,38 @@ def apply_overrides(document: Mapping[str, Any], overrides: Sequence[str]) -> di
 
     A path is dotted from the top (`spec.algorithm.steps`), list items by index
     (`spec.quantization.targets.0` or `targets[0]`); an index one past the end adds an item. A value is YAML;
-    where the field is text, a decimal string or a quantity, numbers stay text. InputError names the nearest
-    field where there is no such path.
+    where the field is text, a decimal string or a quantity, numbers stay text. InputError lists all that
+    cannot be applied, a line each, and names the nearest field where there is no such path.
     """
     changed: dict[str, Any] = copy.deepcopy(dict(document))
+    refused = []
     for override in overrides:
-        path, sign, text = override.partition("=")
-        if not sign:
-            raise InputError(
-                f"--set {override!r} has no =; write --set {override or 'spec.algorithm.steps'}=VALUE"
-            )
-        keys = re.sub(r"\[([0-9]+)\]", r".\1", path.strip()).split(".")
-        if "" in keys:
-            raise InputError(
-                f"--set {override[:200]!r} has an empty name in its path; write spec.FIELD=VALUE"
-            )
-        target = _target(keys, override)
-        value = parse_yaml(text, f"the value of --set {path}")
-        for _, fault in json_copy(value)[1]:
-            raise InputError(f"--set {override[:200]!r}: the value {fault.problem}; {fault.remedy}")
-        _put(changed, keys, _as_written(value, text, target), override)
+        try:
+            _apply(changed, override)
+        except InputError as error:
+            refused.append(str(error))
+    if len(refused) > 1:
+        lines = "".join(f"\n  {sentence}" for sentence in refused)
+        raise InputError(f"{len(refused)} of {len(overrides)} changes cannot be made:{lines}")
+    if refused:
+        raise InputError(refused[0])
     return changed
+
+
+def _apply(changed: dict[str, Any], override: str) -> None:
+    path, sign, text = override.partition("=")
+    if not sign:
+        raise InputError(
+            f"--set {override!r} has no =; write --set {override or 'spec.algorithm.steps'}=VALUE"
+        )
+    keys = re.sub(r"\[([0-9]+)\]", r".\1", path.strip()).split(".")
+    if "" in keys:
+        raise InputError(f"--set {override[:200]!r} has an empty name in its path; write spec.FIELD=VALUE")
+    target = _target(keys, override)
+    value = parse_yaml(text, f"the value of --set {path}")
+    for _, fault in json_copy(value)[1]:
+        raise InputError(f"--set {override[:200]!r}: the value {fault.problem}; {fault.remedy}")
+    _put(changed, keys, _as_written(value, text, target), override)
 
 
 def _target(keys: list[str], override: str) -> schema.Schema:

@@ -8,10 +8,12 @@ again by every rule that needs the value.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from tracerl.api.errors import Fault
@@ -183,6 +185,23 @@ def local_sources(facts: Facts) -> Iterator[Fault]:
         yield Fault("spec.task.source.configMap", "is there on a cluster only", remedy)
     if scheme(facts.spec.model.uri) == "pvc":
         yield Fault("spec.model.uri", "is a volume claim, which only a cluster has", "write file:///PATH")
+
+
+@_rule(Level.START, "spec.task.uri", "spec.task.source.uri")
+def task_files_exist(facts: Facts) -> Iterator[Fault]:
+    """What a task reads from this machine exists."""
+    if facts.machine is None:
+        return
+    task = facts.spec.task
+    source = None if task.source is None else task.source.uri
+    for path, uri in (("spec.task.uri", task.uri), ("spec.task.source.uri", source)):
+        # What ~ and :: mean is for fsspec to say, which opens the file.
+        if uri is None or scheme(uri) not in {None, "file"} or "::" in uri or uri.startswith("~"):
+            continue
+        file = uri.removeprefix("file://")
+        if not os.path.exists(file):  # noqa: PTH110 (a Path raises where a name is too long)
+            where = "" if Path(file).is_absolute() else f" (relative to {Path.cwd()})"
+            yield Fault(path, f"is {uri[:200]!r}, which does not exist{where}", "write the path of a file")
 
 
 # -- algorithm --------------------------------------------------------------------------------------------

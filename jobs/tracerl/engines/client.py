@@ -348,11 +348,9 @@ class RolloutClient:
         if isinstance(error, dict):
             error, reason = error.get("message"), error.get("reason")
         text = str(error or "it gave no reason").strip()[:500]
-        return RolloutError(
-            f"{self.url}{path} answered {status}: {text}",
-            reason=reason or Reason.ROLLOUT_FAILED,
-            status=status,
-        )
+        # A value that is not finite is the model's, whichever rollout met it first.
+        sentence = text if reason == Reason.NON_FINITE else f"{self.url}{path} answered {status}: {text}"
+        return RolloutError(sentence, reason=reason or Reason.ROLLOUT_FAILED, status=status)
 
     def _wrong(self, path: str, what: str) -> RolloutError:
         return RolloutError(f"the answer of {self.url}{path} {what}; is this a rollout server?")

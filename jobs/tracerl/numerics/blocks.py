@@ -31,8 +31,8 @@ class NonFiniteError(JobError):
     def __init__(self, site: str) -> None:
         super().__init__(
             Reason.NON_FINITE,
-            f"{_named(site)} holds NaN or Inf; lower spec.trainer.optimizer.learningRate, "
-            "or resume from an earlier checkpoint",
+            f"{_named(site)} holds NaN or Inf; check the model's weights, "
+            "or lower spec.trainer.optimizer.learningRate",
         )
         self.site = site
 

@@ -6,7 +6,6 @@ that came from a run is escaped by jinja2 or by `charts`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -30,6 +29,8 @@ from tracerl.observe.summary import (
     Summary,
     Variant,
     differences,
+    field_text,
+    nothing_learned,
     summarize,
     variant_of,
     variants,
@@ -66,7 +67,7 @@ def _cards(one: Summary) -> tuple[Card, ...]:
     cards = []
     first, last = one.held_out_first, one.held_out_last
     if first and last:
-        detail = f"{last.mean - first.mean:+.3f}"
+        detail = text.signed(one.held_out_gain)
         if last.low is not None:
             low, high = text.number(last.low, 2), text.number(last.high, 2)
             detail += f"; end {low}–{high} (95 % over {last.n} prompts)"
@@ -75,7 +76,8 @@ def _cards(one: Summary) -> tuple[Card, ...]:
         )
     elif one.reward_first is not None:
         value = f"{text.number(one.reward_first)} → {text.number(one.reward_last_ten)}"
-        cards.append(Card("Training reward", value, "", "first step → mean of the last ten"))
+        span = "mean of the last ten" if one.steps_done > 10 else "mean of all"
+        cards.append(Card("Training reward", value, "", f"first step → {span}"))
     if one.gap_guided is not None:
         detail = "mean |difference of log-probs|"
         if one.gap_ratio is not None:
@@ -97,6 +99,11 @@ def _cards(one: Summary) -> tuple[Card, ...]:
 
 
 def _banners(one: Summary) -> tuple[tuple[str, str], ...]:
+    nothing = nothing_learned(one)
+    return (*_outcome(one), *((("warn", nothing[:1].upper() + nothing[1:] + "."),) if nothing else ()))
+
+
+def _outcome(one: Summary) -> tuple[tuple[str, str], ...]:
     where = f"after step {one.steps_done}" + (
         f" of {one.steps_wanted}" if one.steps_wanted is not None else ""
     )
@@ -128,7 +135,11 @@ def _settings(run: Run) -> DataTable | None:
             else "nothing",
         ),
         ("Batch", f"{algorithm.prompts_per_step} prompts × {algorithm.samples_per_prompt} answers a step"),
-        ("Staleness", f"at most {algorithm.max_version_diff} versions, {algorithm.staleness.value}"),
+        (
+            "Staleness",
+            f"at most {algorithm.max_version_diff} version{'s' if algorithm.max_version_diff != 1 else ''}, "
+            f"{algorithm.staleness.value}",
+        ),
         ("Learning rate", str(spec.trainer.optimizer.learning_rate)),
         ("Engines", f"rollout {spec.rollout.engine.value}, trainer {spec.trainer.engine.value}"),
         ("Seed", str(algorithm.seed)),
@@ -152,8 +163,7 @@ def _subtitle(run: Run, one: Summary) -> str:
 _VARIANT_STYLES = {MethodName.TRACE.value: "guided", MethodName.QAT.value: "unguided"}
 
 
-def _groups(runs: Sequence[Run]) -> list[Group]:
-    made: Sequence[Variant] = variants(runs)
+def _groups(runs: Sequence[Run], made: Sequence[Variant]) -> list[Group]:
     named = {run.path: (run, name) for run, name in zip(runs, labels(runs), strict=True)}
     groups, free = [], iter(range(100))
     taken: set[str] = set()
@@ -210,26 +220,20 @@ def _one_run(run: Run) -> Page:
     )
 
 
-def _field(name: str, value: object) -> str:
-    """A value of the field `name` as YAML would have it, without secrets."""
-    shown = redact({name: value})[name]
-    return shown if isinstance(shown, str) else json.dumps(shown)
-
-
 def _several_runs(runs: Sequence[Run]) -> Page:
-    groups = _groups(runs)
-    made = [Variant(group.label, group.summaries[0].method, group.summaries) for group in groups]
+    made = variants(runs)
+    groups = _groups(runs, made)
     comparison = DataTable(
         ("Method", *(name for name, _ in COMPARISON)),
         tuple((one.label, *(show(one) for _, show in COMPARISON)) for one in made),
-        COMPARISON_NOTE,
+        " ".join([*(f"{one.note}." for one in made if one.note), COMPARISON_NOTE]),
     )
     fields = differences(runs)
     names = labels(runs)
     different = DataTable(
         ("Field", *names),
         tuple(
-            (".".join(("spec", *path)), *(_field(path[-1], value) for value in row))
+            (".".join(("spec", *path)), *(field_text(path[-1], value) for value in row))
             for path, row in fields.items()
         ),
         "" if fields else "The jobs are the same.",

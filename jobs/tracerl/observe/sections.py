@@ -25,6 +25,8 @@ from tracerl.rl.steprecord import Gap, SiteMismatch, StepRecord
 
 _STEP = Axis("Step")
 _MAX_TABLE_ROWS = 60
+_WINDOW = 5
+"""Steps that a line of noisy values is averaged over."""
 
 
 @dataclass(frozen=True)
@@ -213,13 +215,14 @@ def reward(groups: Sequence[Group]) -> Section:
     if _alone(groups):
         (group,) = groups
         xs, ys = _mean_over_runs(group, lambda step: step.reward.mean)
-        smooth = _trailing(ys, 5)
-        held_out = _held_out(group, "heldout", "Held-out")
+        window = min(_WINDOW, len(ys))
         series = [
             Series("Training, each step", "train", xs, ys, faint=True),
-            Series("Training, mean of five steps", "train", xs, smooth),
-            held_out,
+            Series(f"Training, mean of {window} steps", "train", xs, _trailing(ys, window)),
+            _held_out(group, "heldout", "Held-out"),
         ]
+        if window < 2:
+            del series[1]
         figures = [
             _lines(
                 "Training and held-out prompts",
@@ -233,6 +236,7 @@ def reward(groups: Sequence[Group]) -> Section:
             )
         ]
     else:
+        window = min(_WINDOW, max((len(run.steps) for one in groups for run in one.runs), default=0))
         figures = [
             _lines(
                 "Held-out reward",
@@ -246,13 +250,14 @@ def reward(groups: Sequence[Group]) -> Section:
             _lines(
                 "Training reward",
                 [
-                    Series(group.label, group.style, xs, _trailing(ys, 5))
+                    Series(group.label, group.style, xs, _trailing(ys, window))
                     for group in groups
                     for xs, ys in [_mean_over_runs(group, lambda step: step.reward.mean)]
                 ],
                 Axis("Mean reward"),
                 width=HALF,
-                caption=_per_run(groups) + "Means of five steps.",
+                caption=_per_run(groups)
+                + (f"Means of {window} steps, of fewer at the start." if window > 1 else ""),
             ),
         ]
     return Section("reward", "Reward", "Reward", figures=tuple(figures), columns=2 if len(figures) > 1 else 1)
@@ -795,9 +800,13 @@ def events(runs: Sequence[Run]) -> Section:
         lines: list[tuple[float, str, str, str]] = []
         for start in run.starts:
             what = f"Resumed from step {start.resumed_from}" if start.resumed_from else "Started"
-            warm = f", warm-up of {start.warmup_steps} steps" if start.warmup_steps else ""
-            took = f" in {text.seconds(start.warmup_seconds)}" if start.warmup_seconds else ""
-            detail = f"{what}: {start.parameters:,} parameters{warm}{took}."
+            warm = ""
+            if start.warmup_steps and not start.resumed_from:
+                took = (
+                    f"in {text.seconds(start.warmup_seconds)}" if start.warmup_seconds else "from the cache"
+                )
+                warm = f", warm-up of {start.warmup_steps} steps {took}"
+            detail = f"{what}: {start.parameters:,} parameters{warm}."
             lines.append((start.time, str(start.resumed_from), "Start", detail))
         lines += [(event.time, str(event.step), event.reason, event.message) for event in run.events]
         if run.finish:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from statistics import fmean, stdev
+from string import ascii_uppercase
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -25,6 +27,7 @@ from tracerl.api.errors import JobError
 from tracerl.api.job import MethodName, Trace, TraceRLJob
 from tracerl.api.resolved import write_atomically
 from tracerl.observe import text
+from tracerl.observe.redact import redact
 from tracerl.observe.run import Run
 from tracerl.rl.steprecord import Expectation, StepRecord
 
@@ -89,6 +92,8 @@ class Summary(_Frozen):
     """Mean training reward of the first step."""
     reward_last_ten: float | None
     """Mean training reward of the last ten steps (of all, when there are fewer)."""
+    steps_without_signal: int
+    """Steps in which no group had two different rewards."""
     held_out_first: Estimate | None
     held_out_last: Estimate | None
     held_out_gain: float | None
@@ -244,6 +249,7 @@ def summarize(run: Run) -> Summary:
         ended=finish.time if finish else max(times, default=None),
         reward_first=steps[0].reward.mean if steps else None,
         reward_last_ten=_mean(step.reward.mean for step in steps[-10:]),
+        steps_without_signal=sum(step.reward.groups_without_signal == step.reward.groups for step in steps),
         held_out_first=first,
         held_out_last=last,
         held_out_gain=last.mean - first.mean if first and last else None,
@@ -297,24 +303,27 @@ _OUTCOME_STYLE = {
 
 
 def facts(summary: Summary) -> list[tuple[str, str]]:
-    """The lines of a run's table, (what, value); the report shows the same."""
+    """The lines of a run's table, (what, value)."""
     lines: list[tuple[str, str]] = []
     first, last = summary.held_out_first, summary.held_out_last
     if first and last:
-        gain = f"{summary.held_out_gain:+.3f}" if summary.held_out_gain is not None else ""
+        gain = text.signed(summary.held_out_gain)
         lines.append(
             ("Held-out reward", f"{first.show()} → {last.show()}, {gain}; 95 % over {last.n} prompts")
         )
     elif first:
         lines.append(("Held-out reward", f"{first.show()} at the start, not evaluated later"))
     if summary.reward_first is not None:
+        span = "in the last 10" if summary.steps_done > 10 else "on average"
         lines.append(
             (
                 "Training reward",
                 f"{text.number(summary.reward_first)} in the first step → "
-                f"{text.number(summary.reward_last_ten)} in the last {min(summary.steps_done, 10)}",
+                f"{text.number(summary.reward_last_ten)} {span}",
             )
         )
+    if nothing := nothing_learned(summary):
+        lines.append(("Nothing learned", nothing))
     if summary.gap_guided is not None:
         name = "Gap, guided" if summary.method == MethodName.TRACE else "Gap"
         most = f" (largest {text.number(summary.gap_guided_max)})"
@@ -351,6 +360,19 @@ def facts(summary: Summary) -> list[tuple[str, str]]:
     if summary.unreadable_lines:
         lines.append(("Unreadable log lines", f"{summary.unreadable_lines:,} (torn or of another version)"))
     return lines
+
+
+def nothing_learned(summary: Summary) -> str:
+    """Say that no step had a learning signal; empty where one had, or where no step was done."""
+    steps, without = summary.steps_done, summary.steps_without_signal
+    if not without or without < steps:
+        return ""
+    solved = summary.reward_last_ten is not None and summary.reward_last_ten >= 1
+    remedy = "make the task harder" if solved else "warm up, or make the task easier"
+    return (
+        f"no group had two different rewards in {without} of {steps} steps: "
+        f"nothing could be learned; {remedy}"
+    )
 
 
 def _mismatch_line(summary: Summary) -> str:
@@ -412,6 +434,8 @@ class Variant:
     label: str
     method: str
     runs: tuple[Summary, ...]
+    note: str = ""
+    """What sets it apart from variants of the same method, as a line below a table of them."""
 
     def over(self, value: Callable[[Summary], float | None]) -> Estimate | None:
         """Mean and interval of a figure over the runs."""
@@ -451,7 +475,8 @@ def differences(runs: Sequence[Run]) -> dict[tuple[str, ...], list[Any]]:
 def variants(runs: Sequence[Run]) -> list[Variant]:
     """Group runs that differ in their seeds alone, in the order given.
 
-    The label is the method's; where two groups would have the same, the fields that set them apart follow.
+    The label is the method's; where two groups would have the same, a letter follows, and the note says which
+    fields set them apart.
     """
     fields = {
         path: row
@@ -463,20 +488,47 @@ def variants(runs: Sequence[Run]) -> list[Variant]:
         own = [row[index] for row in fields.values()] if run.job else run.path
         groups.setdefault(json.dumps(own, sort_keys=True), []).append(index)
     labels = {group[0]: _label(runs[group[0]]) for group in groups.values()}
-    made = []
+    made, letters = [], _letters()
     for group in groups.values():
-        label = labels[group[0]]
+        label, note = labels[group[0]], ""
         alike = [first for first, other in labels.items() if other == label]
         if len(alike) > 1:
-            apart = [
-                f"{path[-1]} {row[group[0]]}"
+            apart = {
+                path: row[group[0]]
                 for path, row in fields.items()
                 if any(row[first] != row[group[0]] for first in alike)
-            ]
-            label = ", ".join([label, *(apart or [runs[group[0]].path])])
+            }
+            said = [f"{name} {field_text(name, value)}" for name, value in _by_short_path(apart).items()]
+            letter = next(letters)
+            label, note = f"{label}, {letter}", f"{letter}: {', '.join(said) or runs[group[0]].path}"
         members = tuple(summarize(runs[index]) for index in group)
-        made.append(Variant(label=label, method=members[0].method, runs=members))
+        made.append(Variant(label=label, method=members[0].method, runs=members, note=note))
     return made
+
+
+def _letters() -> Iterator[str]:
+    """Give A to Z, then A2 to Z2, and so on."""
+    for turn in count(1):
+        for letter in ascii_uppercase:
+            yield letter if turn == 1 else f"{letter}{turn}"
+
+
+def _by_short_path(fields: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
+    """Name each field by the end of its path: two names of it, or as many as tell it from the others."""
+    named = {}
+    for path, value in fields.items():
+        length = 2
+        while sum(other[-length:] == path[-length:] for other in fields) > 1:
+            length += 1
+        named[".".join(path[-length:])] = value
+    return named
+
+
+def field_text(path: str, value: object) -> str:
+    """A value of the field at the dotted `path` as YAML would have it, without secrets."""
+    name = path.rpartition(".")[2]
+    shown = redact({name: value})[name]
+    return shown if isinstance(shown, str) else json.dumps(shown)
 
 
 def _label(run: Run) -> str:
@@ -490,6 +542,10 @@ def _cell(estimate: Estimate | None, factor: float = 1.0) -> str:
     return text.UNKNOWN if estimate is None else estimate.show(factor)
 
 
+def _gain(estimate: Estimate | None) -> str:
+    return f"{'+' if estimate and estimate.mean > 0 else ''}{_cell(estimate)}"
+
+
 def _ended(one: Variant) -> str:
     complete = sum(run.outcome == "Complete" for run in one.runs)
     return str(complete) if complete == len(one.runs) else f"{complete} of {len(one.runs)}"
@@ -498,7 +554,7 @@ def _ended(one: Variant) -> str:
 COMPARISON: tuple[Column, ...] = (
     ("Complete runs", _ended),
     ("Held-out reward", lambda one: _cell(one.held_out)),
-    ("Gain", lambda one: _cell(one.over(lambda run: run.held_out_gain))),
+    ("Gain", lambda one: _gain(one.over(lambda run: run.held_out_gain))),
     ("Gap (nats)", lambda one: _cell(one.over(lambda run: run.gap_guided))),
     (
         "Gap, unguided (nats)",
@@ -528,4 +584,5 @@ def comparison_table(made: Sequence[Variant]) -> RenderableType:
         table.add_column(Text(one.label), justify="right", overflow="fold")
     for name, show in COMPARISON:
         table.add_row(name, *(Text(show(one)) for one in made))
-    return Group(table, Text(COMPARISON_NOTE, style="dim"))
+    notes = [Text(one.note) for one in made if one.note]
+    return Group(table, *notes, Text(COMPARISON_NOTE, style="dim"))

@@ -20,6 +20,12 @@ def number(value: float | None, digits: int = 3) -> str:
     return text if "e" not in text or abs(value) < 1e-5 else f"{value:.6f}".rstrip("0")
 
 
+def signed(value: float | None, digits: int = 3) -> str:
+    """A difference: `number` with a + where it is positive."""
+    shown = number(value, digits)
+    return f"+{shown}" if value is not None and value > 0 else shown
+
+
 def share(value: float | None) -> str:
     """A share in per cent, for example 2.4 %; tiny ones keep two digits."""
     if value is None:

@@ -3,11 +3,13 @@
 `step-000010/` holds state.safetensors, loop.json, and manifest.json with length and XXH3-64 of both. It is
 written under a name that starts with a dot, synced, and renamed: a process killed at any moment leaves the
 last whole checkpoint and leftovers that the next start removes. A checkpoint whose files do not match its
-manifest is damaged; loading falls back to the one before it and says so.
+manifest, or whose name, manifest and loop.json tell different steps, is damaged; loading falls back to the
+one before it and says so.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -47,7 +49,10 @@ class Checkpoints:
         self._keep = keep
 
     def save(self, step: int, tensors: dict[str, Tensor], loop: dict[str, Any]) -> None:
-        """Write a checkpoint and remove those beyond `keep`; JobError when it cannot be written."""
+        """Write a checkpoint and remove those beyond `keep`; JobError when it cannot be written.
+
+        `loop["step"]` is the step too.
+        """
         target = self._directory / f"step-{step:06d}"
         partial = self._directory / f".{target.name}.partial"
         try:
@@ -77,23 +82,36 @@ class Checkpoints:
                 "and resume from the checkpoint before it",
             ) from error
 
-    def load(self, report: Callable[[str], None]) -> Checkpoint | None:
+    def load(
+        self,
+        report: Callable[[str], None],
+        *,
+        what: str = "checkpoint",
+        without: str = "continuing from the beginning",
+    ) -> Checkpoint | None:
         """Return the newest whole checkpoint, or None when there is none.
 
-        `report` gets a sentence for each damaged one. Removes what a killed process left behind.
+        `report` gets a sentence for each damaged one: `what` it is, and what happens `without` any. Removes
+        what a killed process left behind, where it can. JobError when the directory cannot be listed.
         """
-        if not self._directory.is_dir():
-            return None
-        self._tidy()
-        names = self._whole_names()
+        try:
+            if not self._directory.is_dir():
+                return None
+            names = self._whole_names()
+        except OSError as error:
+            raise JobError(
+                Reason.CHECKPOINT_FAILED,
+                f"{self._directory} cannot be listed ({error.strerror}); check its permissions",
+            ) from error
+        # What cannot be removed is in nobody's way: saving says what it cannot do.
+        with contextlib.suppress(OSError):
+            self._tidy()
         for position, name in enumerate(names):
             try:
                 return _read(self._directory / name)
-            except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
-                following = "the one before it" if position + 1 < len(names) else "the beginning"
-                report(
-                    f"checkpoint {self._directory / name} is damaged ({error}); continuing from {following}"
-                )
+            except (OSError, ValueError, LookupError, TypeError, RecursionError, SafetensorError) as error:
+                then = "continuing from the one before it" if position + 1 < len(names) else without
+                report(f"{what} {self._directory / name} is damaged ({error}); {then}")
         return None
 
     def _whole_names(self) -> list[str]:
@@ -118,11 +136,16 @@ def _read(path: Path) -> Checkpoint:
     manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
     if manifest["format"] != _FORMAT:
         raise ValueError(f"its format is {manifest['format']}, this version reads {_FORMAT}")
-    for name, measured in manifest["files"].items():
-        if _measure(path / name) != measured:
+    if set(manifest["files"]) != {_TENSORS, _LOOP}:
+        raise ValueError(f"{_MANIFEST} does not name {_TENSORS} and {_LOOP} alone")
+    for name in (_TENSORS, _LOOP):
+        if manifest["files"][name] != _measure(path / name):
             raise ValueError(f"{name} does not have the length and hash of {_MANIFEST}")
     loop = json.loads((path / _LOOP).read_text(encoding="utf-8"))
-    return Checkpoint(step=manifest["step"], tensors=load_file(path / _TENSORS), loop=loop)
+    step = manifest["step"]
+    if path.name != f"step-{step:06d}" or loop["step"] != step:
+        raise ValueError(f"{_MANIFEST} says step {step}, {_LOOP} {loop['step']}")
+    return Checkpoint(step=step, tensors=load_file(path / _TENSORS), loop=loop)
 
 
 def _measure(path: Path) -> list[int | str]:

@@ -231,15 +231,21 @@ class _Loop:
         )
 
     def _warm_up(self) -> WarmupResult:
-        return warm_up(
+        def progress(done: int, total: int, loss: float | None) -> None:
+            self._log.progress("warming up", done, total, **({} if loss is None else {"loss": loss}))
+
+        result = warm_up(
             self._engine,
             self._spec,
             self._task,
             self._tokenizer,
             cache=self._resolved.cache_dir,
-            progress=lambda done, total, loss: self._log.progress("Warmup", done, total, loss=loss),
+            progress=progress,
             report=lambda sentence: self._event(Reason.WARMUP_CACHE, sentence),
         )
+        if result.cached:
+            self._log.progress("warm-up from the cache", result.steps, result.steps)
+        return result
 
     @property
     def _evaluation_items(self) -> list[Any]:

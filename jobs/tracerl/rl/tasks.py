@@ -42,6 +42,8 @@ _PROBES = 64
 _PROBE_STRIDE = 2**24
 _ORDERS, _ORDER_STRIDE = 64, 2**22
 """Jobs with other seeds ask an endless task for other items; so many a job before it meets the next."""
+_MAX_SUM = 1_000
+"""Most terms and digits of a chain sum: Python writes no integer of more than 4300 digits."""
 _WARMUP_START = 2**30
 """Warm-up examples come from here on, far from where any job's training items end."""
 
@@ -211,8 +213,10 @@ class ChainSum:
             )
         values = {key: parameters.get(key, default) for key, default in ranges.items()}
         for key, value in values.items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise InputError(f"spec.task.parameters.{key} is {value!r}; write an integer of at least 1")
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MAX_SUM:
+                raise InputError(
+                    f"spec.task.parameters.{key} is {value!r}; write an integer from 1 to {_MAX_SUM}"
+                )
         for kind in ("terms", "digits"):
             if values[f"min_{kind}"] > values[f"max_{kind}"]:
                 raise InputError(
@@ -220,7 +224,11 @@ class ChainSum:
                 )
         self._terms = values["min_terms"], values["max_terms"]
         self._digits = values["min_digits"], values["max_digits"]
-        self._negation = bool(parameters.get("allow_negation", False))
+        self._negation = parameters.get("allow_negation", False)
+        if not isinstance(self._negation, bool):
+            raise InputError(
+                f"spec.task.parameters.allow_negation is {self._negation!r}; write true or false"
+            )
         self._seed = seed
 
     def items(self, indices: Sequence[int]) -> list[Item]:
@@ -277,6 +285,7 @@ class _Worker:
             env=environment,
         )
         self._buffer = b""
+        self._calls = 0
         (answer,) = self.call([wanted], _LOAD_SECONDS)
         if answer is None:
             raise JobError(
@@ -289,10 +298,14 @@ class _Worker:
     def call(self, requests: Sequence[dict[str, Any]], seconds: float) -> list[dict[str, Any] | None]:
         """Return answers in order, up to and including the first that is an error or None.
 
+        Numbers tell which answer is whose: foreign code can do anything to the pipe it runs beside.
+
         None: there was no answer within `seconds` after the one before, and the process is killed.
         """
         answers: list[dict[str, Any] | None] = []
-        lines = [json.dumps(request).encode() + b"\n" for request in requests]
+        first = self._calls
+        self._calls += len(requests)
+        lines = [json.dumps(call).encode() + b"\n" for call in enumerate(requests, start=first)]
         sent = underway = 0
         while len(answers) < len(lines):
             # Ahead of the answers, but never more than the pipe holds: a write would block, while the worker
@@ -302,7 +315,7 @@ class _Worker:
                 if not self._send(lines[sent]):
                     return [*answers, {"error": "its process has ended"}]
                 sent += 1
-            answer = self._receive(seconds)
+            answer = self._receive(first, first + len(answers), seconds)
             underway -= len(lines[len(answers)])
             answers.append(answer)
             if answer is None or "error" in answer:
@@ -314,11 +327,32 @@ class _Worker:
         try:
             self._process.stdin.write(line)
             self._process.stdin.flush()
-        except BrokenPipeError:
+        except (BrokenPipeError, ValueError):  # ValueError: an earlier call took too long and closed it
             return False
         return True
 
-    def _receive(self, seconds: float) -> dict[str, Any] | None:
+    def _receive(self, first: int, wanted: int, seconds: float) -> dict[str, Any] | None:
+        """Return the answer to the call numbered `wanted`, passing over those to calls before `first`.
+
+        The latter come when an error ended an earlier batch of calls.
+        """
+        number = -1
+        while number < first:
+            line = self._read_line(seconds)
+            if line is None:
+                return None
+            try:
+                number, answer = json.loads(line) if line else (wanted, {"error": "its process has ended"})
+            except (ValueError, TypeError):
+                break
+        if number != wanted:
+            self.close()
+            return {"error": "its process mixed up its answers; does it write to them?"}
+        checked: dict[str, Any] = answer
+        return checked
+
+    def _read_line(self, seconds: float) -> bytes | None:
+        """Return a line; None, and the process is killed, when none comes in time; b"" when it has ended."""
         stdout = self._process.stdout
         assert stdout is not None
         deadline = time.monotonic() + seconds
@@ -329,11 +363,10 @@ class _Worker:
                 return None
             read = os.read(stdout.fileno(), 1 << 16)
             if not read:
-                return {"error": "its process has ended"}
+                return b""
             self._buffer += read
         line, self._buffer = self._buffer.split(b"\n", 1)
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        return line
 
     def close(self) -> None:
         self._process.kill()
@@ -473,7 +506,7 @@ def _read_lines(uri: str) -> list[Item]:
         where = f"line {number} of {uri}"
         try:
             fields = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise JobError(
                 Reason.TASK_LOAD, f"{where} is not JSON ({error}); write one object a line"
             ) from None

@@ -2,8 +2,9 @@
 
 It is apart from the trainer so that a call that hangs, even inside C code that holds the interpreter lock,
 can be killed, and so that reasoning-gym's 30 packages and 12 seconds of import stay out of the trainer. The
-first line says what to load; every other line is one call, answered by one line. What the loaded code
-prints goes to standard error.
+first line says what to load; every other line is one call, answered by one line. A line is a pair of the
+call's number and the call, its answer a pair of the same number and the answer. What the loaded code prints
+goes to standard error, and its standard input is empty.
 """
 
 from __future__ import annotations
@@ -16,12 +17,17 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import Any
 
 CHUNK = 1024
 """Items of one reasoning-gym data set object. Item i of a data set with seed s draws from seed s + i, so
 chunk c with seed s + c * CHUNK continues where chunk c - 1 ended and no two items share a seed."""
 
+REWARD_LIMIT = 1e6
+"""Largest magnitude of a reward: squares of it and sums over a job stay exact enough to report."""
+
+_SENTENCE = 200
+"""Characters of foreign code's text in an error."""
 _PR_SET_PDEATHSIG = 1
 Answer = dict[str, Any]
 
@@ -31,26 +37,33 @@ def main() -> None:
     if sys.platform == "linux":
         # A hung call would outlive a trainer that was killed; the kernel ends this process with its parent.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # Loaded code may print: keep the pipe for answers alone.
+    # Loaded code may read and print: keep the pipes for calls and answers alone.
+    calls = os.fdopen(os.dup(0), encoding="utf-8")
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    try:
-        serve = _load(json.loads(sys.stdin.readline()))
-    except Exception as error:  # noqa: BLE001 -- foreign code: whatever it raises becomes a sentence
-        _write(answers, {"error": f"{type(error).__name__}: {error}"})
-        return
-    _write(answers, {"ready": True})
-    for line in sys.stdin:
+    process = os.getpid()
+    serve: Callable[[dict[str, Any]], Answer] | None = None
+    for line in calls:
+        number, call = json.loads(line)
+        answer: Answer
         try:
-            answer = serve(json.loads(line))
-        except Exception as error:  # noqa: BLE001 -- as above
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        _write(answers, answer)
+            if serve is None:
+                serve, answer = _load(call), {"ready": True}
+            else:
+                answer = serve(call)
+        except Exception as error:  # noqa: BLE001 -- foreign code: whatever it raises becomes a sentence
+            answer = {"error": _sentence(f"{type(error).__name__}: {str(error).strip()}")}
+        if os.getpid() != process:
+            # Loaded code forked and let the child return: the parent answers.
+            os._exit(0)
+        answers.write(json.dumps([number, answer]) + "\n")
+        answers.flush()
 
 
-def _write(answers: TextIO, answer: Answer) -> None:
-    answers.write(json.dumps(answer) + "\n")
-    answers.flush()
+def _sentence(text: str) -> str:
+    """Return the first line of a foreign text, bounded, without what a terminal or UTF-8 cannot show."""
+    return "".join(char if char.isprintable() else "�" for char in text.splitlines()[0][:_SENTENCE])
 
 
 def _load(wanted: dict[str, Any]) -> Callable[[dict[str, Any]], Answer]:
@@ -66,8 +79,10 @@ def _reward_function(target: str) -> Callable[[dict[str, Any]], Answer]:
 
     def serve(call: dict[str, Any]) -> Answer:
         reward = function(call["completion"], call["item"])
-        if not isinstance(reward, int | float) or not math.isfinite(reward):
-            return {"error": f"it returned {reward!r}, which is not a finite number"}
+        if not isinstance(reward, int | float) or not (isinstance(reward, int) or math.isfinite(reward)):
+            return {"error": f"it returned {_sentence(repr(reward))}, which is not a finite number"}
+        if abs(reward) > REWARD_LIMIT:
+            return {"error": f"it returned {_sentence(repr(reward))}, beyond the limit of {REWARD_LIMIT:.0f}"}
         return {"reward": float(reward)}
 
     return serve

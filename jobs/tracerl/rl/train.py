@@ -161,7 +161,7 @@ class Learner:
                 raise JobError(
                     Reason.NON_FINITE,
                     f"the gradient of step {version + 1} is not finite (norm {norms[-1]}); "
-                    "lower trainer.optimizer.learningRate or resume from an earlier checkpoint",
+                    "lower spec.trainer.optimizer.learningRate, or check the model's weights",
                 )
         return self._outcome(rewards, micros, _policy(sums, norms, learning_rate), version)
 
@@ -224,7 +224,7 @@ class Learner:
             raise JobError(
                 Reason.NON_FINITE,
                 f"the loss of step {version + 1} is not finite; "
-                "lower trainer.optimizer.learningRate or resume from an earlier checkpoint",
+                "lower spec.trainer.optimizer.learningRate, or check the model's weights",
             )
         return found[0]
 

@@ -35,8 +35,8 @@ WARMUP_VERSION = 1
 _RISE_STEPS = 20
 _REPORT_EVERY = 5
 
-Progress = Callable[[int, int, float], None]
-"""Takes steps done, steps wanted and the loss in nats."""
+Progress = Callable[[int, int, float | None], None]
+"""Takes steps done, steps wanted and the loss in nats, None before the first step."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,11 @@ def warm_up(
     directory = cache / "warmup" / cache_key(engine, spec, task)
     # One directory a key, written and verified like a checkpoint: whole and right, or computed again.
     store = Checkpoints(directory, keep=1)
-    found = store.load(lambda sentence: report(f"cached warm-up: {sentence}"))
+    try:
+        found = store.load(report, what="the cached warm-up", without="it is computed again")
+    except JobError as error:
+        found = None
+        report(f"the cached warm-up was not read: {error}")
     if found is not None:
         engine.load_state(found.tensors)
         engine.reset_optimizer()
@@ -77,11 +81,11 @@ def warm_up(
     _train(engine, spec, task, tokenizer, progress)
     engine.reset_optimizer()
     try:
-        store.save(steps, engine.state(), {})
+        store.save(steps, engine.state(), {"step": steps})
     except JobError as error:
         # The cache saves time; a run whose cache cannot be written is right all the same.
         shutil.rmtree(directory, ignore_errors=True)
-        report(f"the warm-up was not cached: {error}")
+        report(f"the warm-up was not cached: {directory} cannot be written ({error.__cause__})")
     return WarmupResult(steps, time.perf_counter() - start, cached=False)
 
 
@@ -112,6 +116,7 @@ def cache_key(engine: TrainerEngine, spec: Spec, task: Task) -> str:
 def _train(engine: TrainerEngine, spec: Spec, task: Task, tokenizer: Tokenizer, progress: Progress) -> None:
     steps, size = spec.warmup.steps, spec.warmup.batch_size
     peak = float(spec.warmup.learning_rate)
+    progress(0, steps, None)
     for step in range(steps):
         engine.set_learning_rate(peak * learning_rate_share(step, steps))
         tokens, mask = _batch(spec, task, tokenizer, range(step * size, (step + 1) * size))

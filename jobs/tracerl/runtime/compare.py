@@ -12,10 +12,10 @@ from pathlib import Path
 
 from tracerl.api.errors import InputError, JobError
 from tracerl.api.job import MethodName, TraceRLJob
-from tracerl.api.resolved import RunLayout
 from tracerl.observe.run import Ending
 from tracerl.runtime.display import Display
 from tracerl.runtime.local import Request, load_local_job, run_local
+from tracerl.runtime.rundir import has_begun
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ def plan_arms(
 ) -> list[Arm]:
     """Make the runs of a comparison, method by method; InputError when one of the jobs is not valid.
 
-    Seeds count up from the manifest's. `spec.expect` is left out: it was written for one method.
+    Seeds count up from the manifest's. What a method has no use for is left out: `spec.expect`, which was
+    written for one method, audits under BF16, and what only TRACE has.
     """
     first = load_local_job(manifest, overrides).spec.algorithm.seed
     arms = []
@@ -56,8 +57,14 @@ def plan_arms(
         for seed in range(first, first + seeds):
             changes = [f"spec.method.name={method}", f"spec.algorithm.seed={seed}", "spec.expect={}"]
             if method is not MethodName.TRACE:
-                changes.append("spec.method.trace=null")
-            job = load_local_job(manifest, [*overrides, *changes])
+                changes += ["spec.method.trace=null", "spec.quantization.secondInput=RTN"]
+                changes.append("spec.observe.baselineEvery=0")
+            if method is MethodName.BF16:
+                changes.append("spec.records.auditEvery=0")
+            try:
+                job = load_local_job(manifest, [*overrides, *changes])
+            except InputError as error:
+                raise InputError(f"under method {method}, {error}", error.faults) from None
             arms.append(Arm(f"{method}, seed {seed}", job, out / f"{method.lower()}-seed{seed}"))
     return arms
 
@@ -71,7 +78,7 @@ def run_arms(
     """
     failures: list[str] = []
     for number, arm in enumerate(arms, start=1):
-        resume = RunLayout(arm.directory).job.exists()
+        resume = has_begun(arm.directory)
         shown = display()
         try:
             title = f"run {number} of {len(arms)}: {arm.label}"

@@ -89,12 +89,15 @@ def run_local(request: Request, display: Display) -> Ending:
     with StopSignals() as signals, claimed(directory) as lock:
         with disk_errors(directory):
             refuse(directory, resume=request.resume)
+            again = not request.resume and RunLayout(directory).job.exists()
             resolved = (resume_run if request.resume else start_run)(request.job, directory)
         before = read_ending(resolved.layout)
         if before is not None and before.state == "Complete":
             display.note(f"{request.title}: complete already")
             return before
         display.note(request.title)
+        if again:
+            display.note("the run that was here ended before its first step; starting it anew")
         try:
             with disk_errors(directory):
                 resolved.layout.result.unlink(missing_ok=True)

@@ -1,14 +1,17 @@
 """Child processes that never outlive their parent: start, notice the end of, and stop.
 
 Each child leads a session of its own, so a Ctrl-C in the terminal reaches the parent alone, and its process
-group holds whatever it starts itself. A child is asked to stop with SIGTERM and killed, with its group, when
-it takes too long. When the parent is killed, `tracerl.runtime.child` ends the child. Linux only.
+group holds whatever it starts itself; what leaves the group is found by a mark in its environment. A child is
+asked to stop with SIGTERM and killed, with all that it started, when it takes too long. When the parent is
+killed, `tracerl.runtime.child` ends the child. Linux only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -24,6 +27,10 @@ PARENT_VARIABLE = "TRACERL_PARENT_PID"
 """Tells a child whose death ends it; not set in containers, where nobody but the kubelet ends a process."""
 NOTE_VARIABLE = "TRACERL_NOTE_FD"
 """Tells a child the pipe for its `ExitNote`: a pipe, since a full disk is a likely reason for ending."""
+MARK_VARIABLE = "TRACERL_MARK"
+"""Random for each start of a child and inherited by what it starts, which is found by it."""
+_NOTE_BYTES = 4_096
+"""A pipe takes this much at once (PIPE_BUF)."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +44,24 @@ class ExitNote:
         """Hand the note to the parent, when there is one; short enough for a pipe to take at once."""
         descriptor = os.environ.get(NOTE_VARIABLE)
         if descriptor is not None:
-            document = {"reason": self.reason, "message": self.message[:2_000]}
-            os.write(int(descriptor), json.dumps(document, ensure_ascii=False).encode()[:4_096])
+            os.write(int(descriptor), self._encoded())
+
+    def _encoded(self) -> bytes:
+        # A name of a file or a program's output may hold what is no text (lone surrogates).
+        message = self.message[:2_000].encode("utf-8", "replace").decode()
+        while True:
+            document = {"reason": self.reason, "message": message}
+            encoded = json.dumps(document, ensure_ascii=False).encode()
+            if len(encoded) <= _NOTE_BYTES:
+                return encoded
+            message = message[: len(message) * 9 // 10]
 
     @classmethod
     def receive(cls, descriptor: int) -> ExitNote | None:
         """The note of a child that ended, or None when it left none; closes the descriptor."""
         os.set_blocking(descriptor, False)
         try:
-            document = json.loads(os.read(descriptor, 4_096))
+            document = json.loads(os.read(descriptor, _NOTE_BYTES))
             return cls(str(document["reason"]), str(document["message"]))
         except (BlockingIOError, ValueError):
             # Nothing was written: end of file reads as empty text, which is no JSON.
@@ -110,6 +126,7 @@ class Children:
         self._keep_open = keep_open
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._notes: dict[str, int] = {}
+        self._marks: dict[str, str] = {}
         self._leaves: dict[str, Sequence[Path]] = {}
 
     def start(self, spec: ProcessSpec) -> int:
@@ -119,7 +136,8 @@ class Children:
         spec.log.parent.mkdir(parents=True, exist_ok=True)
         note, child_note = os.pipe()
         inherited = {child_note} if self._keep_open is None else {child_note, self._keep_open}
-        own = {PARENT_VARIABLE: str(os.getpid()), NOTE_VARIABLE: str(child_note)}
+        mark = secrets.token_hex(16)
+        own = {PARENT_VARIABLE: str(os.getpid()), NOTE_VARIABLE: str(child_note), MARK_VARIABLE: mark}
         try:
             with spec.log.open("ab") as log:
                 process = subprocess.Popen(  # noqa: S603
@@ -138,6 +156,7 @@ class Children:
             os.close(child_note)
         self._running[spec.name] = process
         self._notes[spec.name] = note
+        self._marks[spec.name] = mark
         self._leaves[spec.name] = spec.leaves
         return process.pid
 
@@ -165,6 +184,7 @@ class Children:
     def _reap(self, name: str) -> Ended:
         process = self._running.pop(name)
         os.killpg(process.pid, signal.SIGKILL)
+        _kill_marked(self._marks.pop(name))
         ended = Ended(name, process.wait(), ExitNote.receive(self._notes.pop(name)))
         for path in self._leaves.pop(name):
             path.unlink(missing_ok=True)
@@ -177,6 +197,31 @@ class Children:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+def _kill_marked(mark: str) -> None:
+    """Kill what a child started in a session or a process group of its own, for example in a reward."""
+    entry = f"{MARK_VARIABLE}={mark}".encode()
+    killed: set[int] = set()
+    # What forked while it was looked for is found the next time; a process that was killed shows nothing.
+    while found := {pid for pid in process_ids() if entry in _environment(pid)} - killed:
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        killed |= found
+
+
+def process_ids() -> list[int]:
+    """All processes of this machine that can be seen, but for this one."""
+    found = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
+    return [pid for pid in found if pid != os.getpid()]
+
+
+def _environment(pid: int) -> list[bytes]:
+    try:
+        return Path("/proc", str(pid), "environ").read_bytes().split(b"\0")
+    except OSError:  # it ended, or belongs to another user
+        return []
 
 
 class StopSignals:

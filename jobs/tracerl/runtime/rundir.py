@@ -8,6 +8,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import signal
 import time
 import uuid
 from collections.abc import Iterator
@@ -19,8 +20,10 @@ from tracerl.api.errors import InputError, JobError
 from tracerl.api.job import Mutability, Retention, Spec, TraceRLJob
 from tracerl.api.resolved import Endpoint, Endpoints, ResolvedJob, RunLayout, write_atomically
 from tracerl.observe.run import Ending
+from tracerl.runtime.processes import PARENT_VARIABLE, process_ids
 
-# A run that was killed holds its lock until its children noticed, which takes them a poll of their parent.
+# A run that was killed holds its lock until its children noticed, which takes them a poll of their parent,
+# and have stopped. After that they are stuck, and killed; this is also how long that may take.
 _LOCK_SECONDS = 5.0
 
 
@@ -53,13 +56,9 @@ def claimed(directory: Path) -> Iterator[int]:
     InputError when it cannot be made or written, or when another run holds it.
     """
     layout = RunLayout(directory)
-    try:
+    with _usable(directory):
         directory.mkdir(parents=True, exist_ok=True)
         lock = os.open(layout.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        raise InputError(
-            f"{directory} cannot be used as run directory ({_words(error)}); give another with --out"
-        ) from error
     try:
         _lock(lock, directory)
         with disk_errors(directory):
@@ -73,24 +72,83 @@ def claimed(directory: Path) -> Iterator[int]:
         os.close(lock)
 
 
+@contextlib.contextmanager
+def _usable(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"{directory} cannot be used as run directory ({_words(error)}); give another with --out"
+        ) from error
+
+
 def _lock(lock: int, directory: Path) -> None:
-    deadline = time.monotonic() + _LOCK_SECONDS
+    layout = RunLayout(directory)
+    if _locked(lock, directory, _LOCK_SECONDS):
+        return
+    for pid in process_ids():
+        if _is_left_over(pid, layout.job):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                # A process of a run leads its group.
+                os.killpg(pid, signal.SIGKILL)
+    if _locked(lock, directory, _LOCK_SECONDS):
+        return
+    pids = [str(pid) for pid in process_ids() if _holds(pid, layout.lock)]
+    named = f" ({', '.join(pids)})" if pids else ""
+    raise InputError(
+        f"an earlier tracerl run left processes behind{named} that still work in {directory}; "
+        "end them or give another directory with --out"
+    )
+
+
+def _locked(lock: int, directory: Path, seconds: float) -> bool:
+    """Whether the lock was taken within that time; InputError when the run that holds it lives."""
+    deadline = time.monotonic() + seconds
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
+            return True
         except BlockingIOError:
             holder = os.pread(lock, 32, 0).decode(errors="replace").strip()
-            if _is_alive(holder) or time.monotonic() > deadline:
+            if holder.isdecimal() and Path("/proc", holder).exists():
                 raise InputError(
-                    f"another tracerl run{f' (process {holder})' if holder else ''} works in {directory}; "
+                    f"another tracerl run (process {holder}) works in {directory}; "
                     "wait for it, stop it, or give another directory with --out"
                 ) from None
+            if time.monotonic() > deadline:
+                return False
             time.sleep(0.05)
 
 
-def _is_alive(pid: str) -> bool:
-    return pid.isdecimal() and Path("/proc", pid).exists()
+def _is_left_over(pid: int, job: Path) -> bool:
+    """Whether a process was started for the run of this resolved job by a parent that is dead."""
+    process = Path("/proc", str(pid))
+    try:
+        arguments = [os.fsdecode(word) for word in (process / "cmdline").read_bytes().split(b"\0")]
+        if not any(word.startswith("tracerl.runtime.") and word.endswith("_main") for word in arguments):
+            return False
+        if not any(os.path.realpath(word) == os.path.realpath(job) for word in arguments):
+            return False
+        environment = (process / "environ").read_bytes().split(b"\0")
+        parents = [entry for entry in environment if entry.startswith(f"{PARENT_VARIABLE}=".encode())]
+        return bool(parents) and parents[0] != f"{PARENT_VARIABLE}={_parent(process)}".encode()
+    except OSError:  # it ended, or belongs to another user
+        return False
+
+
+def _parent(process: Path) -> str:
+    # The name of the program, in parentheses, may hold anything.
+    return (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[1]
+
+
+def _holds(pid: int, lock: Path) -> bool:
+    try:
+        for link in Path("/proc", str(pid), "fd").iterdir():
+            if link.samefile(lock) and "lock:" in (link.parents[1] / "fdinfo" / link.name).read_text():
+                return True
+    except OSError:  # it ended, or belongs to another user
+        pass
+    return False
 
 
 @contextlib.contextmanager
@@ -113,16 +171,24 @@ def _words(error: OSError) -> str:
 
 
 def refuse(directory: Path, *, resume: bool) -> None:
-    """Raise InputError when a run cannot start or be resumed in this directory, without touching it."""
+    """Raise InputError when a run cannot start or be resumed in this directory, without touching it.
+
+    A run may start where an earlier one left neither a step nor a checkpoint.
+    """
+    with _usable(directory):
+        _refuse(directory, resume=resume)
+
+
+def _refuse(directory: Path, *, resume: bool) -> None:
     layout = RunLayout(directory)
     if resume:
         if not layout.job.exists():
             raise InputError(f"{directory} has no run to resume; start one without --resume")
-    elif layout.job.exists():
+    elif has_begun(directory):
         raise InputError(
             f"{directory} already has a run; continue it with --resume or give another directory with --out"
         )
-    elif directory.is_dir():
+    elif directory.is_dir() and not layout.job.exists():
         others = sorted(entry.name for entry in directory.iterdir() if entry != layout.lock)
         if others:
             raise InputError(
@@ -130,9 +196,27 @@ def refuse(directory: Path, *, resume: bool) -> None:
             )
 
 
-def start_run(job: TraceRLJob, directory: Path) -> ResolvedJob:
-    """Resolve a job into a claimed directory that `refuse` let pass."""
+def has_begun(directory: Path) -> bool:
+    """Whether a run is here that has something to go on from: a step or a checkpoint.
+
+    InputError when that cannot be seen.
+    """
     layout = RunLayout(directory)
+    with _usable(directory):
+        if not layout.job.exists():
+            return False
+        stepped = layout.metrics.exists() and layout.metrics.stat().st_size > 0
+        return stepped or any(layout.checkpoints.glob("step-*"))
+
+
+def start_run(job: TraceRLJob, directory: Path) -> ResolvedJob:
+    """Resolve a job into a claimed directory that `refuse` let pass.
+
+    What an earlier run logged there before its first step is removed, but for the logs of its processes.
+    """
+    layout = RunLayout(directory)
+    for path in (layout.metrics, layout.events, layout.result, layout.summary, layout.report):
+        path.unlink(missing_ok=True)
     resolved = ResolvedJob(
         job=job,
         job_uid=job.metadata.uid or str(uuid.uuid4()),
@@ -160,9 +244,9 @@ def resume_run(job: TraceRLJob, directory: Path) -> ResolvedJob:
     if before.job.metadata.name != job.metadata.name:
         changed.insert(0, "metadata.name")
     if changed:
+        anew = "start a new run with --out" if has_begun(directory) else "start it anew without --resume"
         raise InputError(
-            f"{changed[0]} is not what the run in {directory} was started with; "
-            "undo that or start a new run with --out"
+            f"{changed[0]} is not what the run in {directory} was started with; undo that or {anew}"
         )
     resolved = before.model_copy(
         update={

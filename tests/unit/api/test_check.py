@@ -311,6 +311,21 @@ ON_A_MACHINE = [
         "this machine has 0",
     ),
     (["spec.transport.onlyObject=false"], "spec.transport.ring.size", "write at most 64Mi"),
+    (
+        ["spec.task={uri: 'no/words.jsonl', reward: 'm:f'}"],
+        "spec.task.uri",
+        f"is 'no/words.jsonl', which does not exist (relative to {Path.cwd()}); write the path of a file",
+    ),
+    (
+        ["spec.task={uri: 'file:///no/words.jsonl', reward: 'm:f'}"],
+        "spec.task.uri",
+        "is 'file:///no/words.jsonl', which does not exist; write",
+    ),
+    (
+        [f"spec.task={{uri: '/', reward: 'm:f', source: {{uri: '{'x' * 300}'}}}}"],
+        "spec.task.source.uri",
+        "which does not exist (relative to",
+    ),
 ]
 
 
@@ -400,6 +415,34 @@ def test_all_faults_come_at_once(manifest: dict[str, Any]) -> None:
     }
     assert "did you mean samplesPerPrompt?" in found["spec.algorithm.samplesPerPromt"]
     assert "spec.trainer.optimizer.learningRate" in found["spec.learningRate"]
+
+
+def test_items_of_a_list_that_is_too_long_are_looked_at_too(manifest: dict[str, Any]) -> None:
+    manifest["spec"]["quantization"] = {"targets": ["RoutedExpert", "KVCache", "KVCache"]}
+    assert [(fault.path, fault.remedy) for fault in check(manifest)] == [
+        ("spec.quantization.targets", "write at most 2"),
+        ("spec.quantization.targets[0]", "write RoutedExperts"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("section", "path", "meant"),
+    [
+        ({"rollout": {"replicas": 2}}, "spec.rollout.replicas", "spec.rollout.nodes"),
+        (
+            {"method": {"name": "TRACE", "trace": {"layers": {"policy": "List", "list": [1]}}}},
+            "spec.method.trace.layers.list",
+            "spec.method.trace.layers.indices",
+        ),
+    ],
+)
+def test_names_from_elsewhere(
+    manifest: dict[str, Any], section: dict[str, Any], path: str, meant: str
+) -> None:
+    manifest["spec"].update(section)
+    (fault,) = check(manifest)
+    assert (fault.path, fault.problem) == (path, "is not a field")
+    assert fault.remedy.endswith(f"write {meant}")
 
 
 def test_names_in_snake_case_are_refused_with_their_name(manifest: dict[str, Any]) -> None:

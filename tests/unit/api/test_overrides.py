@@ -91,6 +91,18 @@ def test_override_that_is_refused(manifest: dict[str, Any], override: str, fragm
     assert "\n" not in str(error.value)
 
 
+def test_all_that_is_refused_comes_at_once(manifest: dict[str, Any]) -> None:
+    changes = ["spec.algorithm.step=3", "spec.algorithm.steps=3", "spec.rollout.replicas=2"]
+    with pytest.raises(InputError) as error:
+        apply_overrides(manifest, changes)
+    first, *lines = str(error.value).splitlines()
+    assert first == "2 of 3 changes cannot be made:"
+    assert [line.rpartition("did you mean ")[2] for line in lines] == [
+        "spec.algorithm.steps?",
+        "spec.rollout.nodes?",
+    ]
+
+
 def test_override_below_a_single_value(manifest: dict[str, Any]) -> None:
     manifest["spec"]["model"] = "builtin://tiny-moe"
     with pytest.raises(InputError, match=r"spec\.model is a single value in the manifest"):

@@ -109,7 +109,7 @@ async def test_errors_carry_the_servers_sentence_and_reason():
         return web.json_response({"error": {"message": "layer 1", "reason": "NonFinite"}}, status=500)
 
     async with serving(handler) as url, RolloutClient(url, "tok") as client:
-        with pytest.raises(RolloutError, match="answered 500: layer 1") as caught:
+        with pytest.raises(RolloutError, match=r"^layer 1$") as caught:
             await generate(client)
         assert (caught.value.reason, caught.value.status) == (Reason.NON_FINITE, 500)
         with pytest.raises(RolloutError, match="not now") as caught:

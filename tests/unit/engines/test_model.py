@@ -330,7 +330,8 @@ def test_damaged_files_are_named(tmp_path, damage):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{", '{"weight_map": 3}', '{"weight_map": {"a": "../model.safetensors"}}']
+    "text",
+    ["", "[]", "{", "[" * 100_000, '{"weight_map": 3}', '{"weight_map": {"a": "../model.safetensors"}}'],
 )
 def test_damaged_indexes_are_named(tmp_path, text):
     written(tmp_path)
@@ -339,7 +340,7 @@ def test_damaged_indexes_are_named(tmp_path, text):
         read_tensors(tmp_path)
 
 
-@pytest.mark.parametrize("text", [None, "", "{", "[]", "{}"])
+@pytest.mark.parametrize("text", [None, "", "{", "[" * 100_000, "[]", "{}"])
 def test_damaged_configurations_are_named(tmp_path, text):
     if text is not None:
         (tmp_path / "config.json").write_text(text)

@@ -439,6 +439,16 @@ def test_tensor_scale_rules_that_are_not_computed_are_refused():
         ReferenceTrainer(SMALL, spec_of("QAT", quantization={"tensorScale": "PerToken"}))
 
 
+@pytest.mark.parametrize("hidden", [2**19, 2**24])
+def test_a_model_without_memory_for_it_is_one_sentence(hidden: int):
+    big = SMALL.model_copy(update={"hidden": hidden, "expert_hidden": 2**24, "vocab": 2**24})
+    with pytest.raises(
+        InputError, match=r"^there is no memory for the model of builtin://.*; use a "
+    ) as error:
+        ReferenceTrainer(big, spec_of("QAT"))
+    assert "\n" not in str(error.value)
+
+
 # -- several processes --------------------------------------------------------------------------------------
 
 

@@ -195,6 +195,8 @@ def test_nan_and_inf_name_the_site(value: float, dtype: torch.dtype, place: tupl
     with pytest.raises(NonFiniteError, match=r"layers\.7\.ExpertInput holds NaN or Inf") as error:
         quantize(x, site="layers.7.ExpertInput")
     assert error.value.reason == "NonFinite"
+    # The job may be at its first step.
+    assert "checkpoint" not in str(error.value)
 
 
 def test_the_largest_finite_values_are_finite() -> None:

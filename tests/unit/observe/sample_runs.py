@@ -264,7 +264,7 @@ def write_run(
     ).write(layout.job)
     last = steps if done is None else done
     with RunLog(directory, now=lambda: START) as log:
-        log.progress("Warmup", 285, 285, exact=0.54)
+        log.progress("warming up", 285, 285, exact=0.54)
         log.write(make_start(method, seed=seed, steps=steps).model_dump(mode="json"))
         for step in range(1, last + 1):
             log.write(make_step(step, method, steps=steps, seed=seed).model_dump(mode="json"))

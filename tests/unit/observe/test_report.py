@@ -108,7 +108,7 @@ def test_what_matters_is_on_the_page(trace_page: tuple[str, Page]) -> None:
     said = trace_page[1].said
     for sentence in (
         "0.55 → 0.73",
-        "+0.180; end 0.67–0.78 (95 % over 256 prompts)",
+        "+0.18; end 0.67–0.78 (95 % over 256 prompts)",
         "7.9 % of the unguided 0.063",
         "4 of 327,680 rows missing",
         "Extra forward 190 ms (12.9 %)",
@@ -244,6 +244,24 @@ def test_seeds_of_one_variant_stand_side_by_side(tmp_path: Path) -> None:
     page = Page(render(runs))
     assert "2 runs" in page.said
     assert "spec.algorithm.seed 1 2" in page.said
+
+
+def test_settings_that_differ_are_below_the_table_and_not_in_its_heads(tmp_path: Path) -> None:
+    runs = [load_run(write_run(tmp_path / str(steps), steps=steps)) for steps in (2, 3)]
+    page = Page(render(runs))
+    assert "TRACE, 1-bit codes, LastHalf, A · TRACE, 1-bit codes, LastHalf, B" in page.said
+    assert "A: algorithm.steps 2. B: algorithm.steps 3. ±" in page.said
+    assert "Means of 3 steps, of fewer at the start." in page.said
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(44.0, "warm-up of 285 steps in 44 s."), (0.0, "warm-up of 285 steps from the cache.")],
+)
+def test_where_a_warm_up_came_from(tmp_path: Path, seconds: float, said: str) -> None:
+    with RunLog(tmp_path) as log:
+        log.write(make_start().model_copy(update={"warmup_seconds": seconds}).model_dump(mode="json"))
+    assert said in Page(render([load_run(tmp_path)])).said
 
 
 def test_a_run_that_has_only_started_stands_beside_others(tmp_path: Path) -> None:

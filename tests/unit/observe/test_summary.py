@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,14 @@ from sample_runs import make_finish, make_start, make_step, write_run
 
 from tracerl.api.errors import InputError, JobError
 from tracerl.api.resolved import RunLayout
+from tracerl.observe.report import render
 from tracerl.observe.run import Run, load_run
 from tracerl.observe.runlog import RunLog
 from tracerl.observe.summary import (
     Estimate,
+    _by_short_path,
     comparison_table,
+    nothing_learned,
     over_seeds,
     summarize,
     summary_table,
@@ -23,7 +27,7 @@ from tracerl.observe.summary import (
     wilson,
     write_summary,
 )
-from tracerl.rl.steprecord import FinishRecord, Gap, Overhead, Records, StepRecord
+from tracerl.rl.steprecord import FinishRecord, Gap, Overhead, Records, Reward, StepRecord
 
 
 def run_of(directory: Path, *steps: StepRecord, finish: FinishRecord | None = None) -> Run:
@@ -160,7 +164,7 @@ def test_summary_json_is_valid_and_written_whole(tmp_path: Path) -> None:
 def test_the_table_says_what_was_measured_and_how_sure_it_is(tmp_path: Path) -> None:
     text = shown(summary_table(summarize(load_run(write_run(tmp_path / "run")))))
     assert "canary  TRACE, 1-bit codes, LastHalf  Complete  40 of 40 steps" in text
-    assert "0.55 (0.49–0.61) → 0.73 (0.67–0.78), +0.180; 95 % over 256 prompts" in text
+    assert "0.55 (0.49–0.61) → 0.73 (0.67–0.78), +0.18; 95 % over 256 prompts" in text
     assert "0.063 nats; guided is 7.9 % of it" in text
     assert "4 of 327,680 (missing 3, checksum 1)" in text
     assert "met  maxGapRatio at most 0.5: 0.079" in text
@@ -192,7 +196,60 @@ def test_runs_that_differ_in_seeds_alone_are_one_variant(tmp_path: Path) -> None
 def test_variants_with_one_label_are_told_apart_by_the_fields_that_differ(tmp_path: Path) -> None:
     first = load_run(write_run(tmp_path / "a", "QAT", steps=10))
     second = load_run(write_run(tmp_path / "b", "QAT", steps=20))
-    assert [one.label for one in variants([first, second])] == ["QAT, steps 10", "QAT, steps 20"]
+    made = variants([first, second])
+    assert [one.label for one in made] == ["QAT, A", "QAT, B"]
+    assert [one.note for one in made] == ["A: algorithm.steps 10", "B: algorithm.steps 20"]
+    assert "A: algorithm.steps 10\nB: algorithm.steps 20\n" in shown(comparison_table(made))
+
+
+def test_the_path_of_a_field_is_as_short_as_it_can_be_without_being_another_fields() -> None:
+    paths = ["trainer.parallelism.data", "rollout.parallelism.data", "algorithm.evaluation.every", "seed"]
+    assert list(_by_short_path({tuple(path.split(".")): 1 for path in paths})) == [
+        "trainer.parallelism.data",
+        "rollout.parallelism.data",
+        "evaluation.every",
+        "seed",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "said"),
+    [
+        ((0.0, 0.0), "in 2 of 2 steps: nothing could be learned; warm up, or make the task easier"),
+        ((1.0, 1.0), "in 2 of 2 steps: nothing could be learned; make the task harder"),
+        ((0.0, 0.5), ""),
+        ((), ""),
+    ],
+)
+def test_a_run_without_a_learning_signal_says_so(
+    tmp_path: Path, rewards: tuple[float, ...], said: str
+) -> None:
+    steps = [
+        make_step(
+            number,
+            reward=Reward(mean=mean, std=0, min=0, max=1, groups=4, groups_without_signal=4 - (mean == 0.5)),
+        )
+        for number, mean in enumerate(rewards, start=1)
+    ]
+    run = run_of(tmp_path, *steps)
+    sentence = nothing_learned(summarize(run))
+    assert sentence.endswith(said)
+    assert bool(sentence) == bool(said)
+    assert ("No group had two different rewards" in render([run])) == bool(said)
+    assert ("Nothing learned" in shown(summary_table(summarize(run)))) == bool(said)
+
+
+@pytest.mark.parametrize(("steps", "words"), [(3, "on average"), (12, "in the last 10")])
+def test_the_span_of_the_training_reward(tmp_path: Path, steps: int, words: str) -> None:
+    text = shown(summary_table(summarize(load_run(write_run(tmp_path / "run", steps=steps)))))
+    assert re.search(rf"in the first step → \S+ {words} *\n", text)
+
+
+def test_a_gain_has_its_sign(tmp_path: Path) -> None:
+    runs = [load_run(write_run(tmp_path / method, method, steps=10)) for method in ("QAT", "TRACE")]
+    # 0.61 at the end, 0.55 before.
+    assert re.search(r"Gain +\+0\.06 +\+0\.06\n", shown(comparison_table(variants(runs))))
+    assert "+0.06;" in shown(summary_table(summarize(runs[0])))
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:

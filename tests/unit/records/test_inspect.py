@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -97,7 +98,55 @@ def test_faults_are_counted_by_reason(directory: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("location", ["{}/nothing", "{}", "nosuch://x"])
-def test_where_there_are_no_frames(tmp_path: Path, location: str) -> None:
-    with pytest.raises(InputError, match=r"give a frame or a directory|cannot be read"):
+@pytest.mark.parametrize(
+    ("location", "said"),
+    [
+        ("{}/nothing", "does not exist"),
+        ("file://{}/nothing", "does not exist"),
+        ("{}", r"holds no record frames .*spec\.transport\.object\.retention=Job"),
+        ("nosuch://x", "cannot be read"),
+    ],
+)
+def test_where_there_are_no_frames(tmp_path: Path, location: str, said: str) -> None:
+    with pytest.raises(InputError, match=said):
         verify_frames([location.format(tmp_path)])
+
+
+@pytest.mark.parametrize("given", ["run", "run/", "./run", "{}/run", "file://{}/run"])
+def test_paths_begin_as_they_were_given(directory: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    monkeypatch.chdir(directory)
+    given = given.format(directory)
+    found = [frame["path"] for frame in inspect_frames([given])]
+    names = ("rollout-0/0.trec", "rollout-0/2.trec", "rollout-1/1.trec")
+    assert found == [f"{given.rstrip('/')}/{name}" for name in names]
+
+
+@pytest.mark.parametrize("location", ["", "zip://*::file://{}/run/rollout-0/0.trec"])
+def test_what_cannot_be_opened(directory: Path, location: str) -> None:
+    with pytest.raises(InputError, match=r"empty path|cannot be read \(File is not a zip file\)"):
+        verify_frames([location.format(directory)])
+
+
+def test_an_entry_that_cannot_be_read_is_counted_and_the_others_are_checked(directory: Path) -> None:
+    """A link to itself stands for what is listed and cannot be read, also by root."""
+    loop = directory / "run/rollout-0/1.trec"
+    loop.symlink_to(loop)
+    result = verify_frames([str(directory)])
+    assert (result.frames, result.whole, result.rows) == (4, 3, 11)
+    assert result.messages == [
+        (str(loop), "unreadable", "it cannot be read (too many levels of symbolic links)")
+    ]
+    described = [frame for frame in inspect_frames([str(directory)]) if "reason" in frame]
+    assert described == [
+        {"path": str(loop), "bytes": 0, "reason": "unreadable", "message": result.messages[0][2]}
+    ]
+
+
+def test_a_directory_that_cannot_be_listed_is_counted(directory: Path) -> None:
+    closed = directory / "run/rollout-1"
+    closed.chmod(0)
+    if os.access(closed, os.R_OK):
+        pytest.skip("root may list every directory")
+    result = verify_frames([str(directory)])
+    closed.chmod(0o700)
+    assert [(path, reason) for path, reason, _ in result.messages] == [(str(closed), "unreadable")]

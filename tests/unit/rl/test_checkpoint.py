@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tracerl.api.errors import JobError
-from tracerl.rl.checkpoint import Checkpoint, Checkpoints
+from tracerl.rl.checkpoint import Checkpoint, Checkpoints, _measure
 
 
 def tensors(step: int) -> dict[str, torch.Tensor]:
@@ -128,6 +130,79 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, name: 
     # Training comes to step 2 again.
     save(tmp_path, 2)
     assert expect_step(tmp_path, 2) == []
+
+
+def forge(path: Path, step: int, loop: object, *, files: dict[str, object] | None = None) -> None:
+    """Write a manifest that fits the files of a checkpoint whose loop.json says `loop`."""
+    (path / "loop.json").write_text(json.dumps(loop))
+    measured = {name: _measure(path / name) for name in ("state.safetensors", "loop.json")}
+    document = {"format": 1, "step": step, "files": measured if files is None else files}
+    (path / "manifest.json").write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize(
+    ("step", "loop", "files"),
+    [
+        (3, {"step": 2}, None),
+        (3, {"step": 3}, None),
+        (2, {"step": 3}, None),
+        (2, {}, None),
+        (2, [], None),
+        (2, {"step": 2}, {}),
+        (2, {"step": 2}, ["state.safetensors", "loop.json"]),
+        (2, {"step": 2}, {"../step-000001/loop.json": []}),
+        ("2", {"step": "2"}, None),
+        (None, {"step": None}, None),
+    ],
+)
+def test_a_manifest_that_tells_of_something_else_is_damage(
+    tmp_path: Path, step: Any, loop: object, files: Any
+) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    forge(tmp_path / "step-000002", step, loop, files=files)
+    (said,) = expect_step(tmp_path, 1)
+    assert said.startswith(f"checkpoint {tmp_path / 'step-000002'} is damaged (")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "3", '"format"', '{"format": 2}', "\xff"])
+def test_a_manifest_of_anything_else_is_damage(tmp_path: Path, text: str) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    (tmp_path / "step-000002" / "manifest.json").write_text(text, encoding="latin-1")
+    assert len(expect_step(tmp_path, 1)) == 1
+
+
+def test_one_step_has_one_name(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    (tmp_path / "step-000002").rename(tmp_path / "step-0000002")
+    assert len(expect_step(tmp_path, 1)) == 1
+
+
+def test_leftovers_that_cannot_be_removed_do_not_stop_a_resume(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    (tmp_path / ".step-000002.partial").write_text("a file, where a directory is removed")
+    assert expect_step(tmp_path, 1) == []
+
+
+def test_a_directory_that_cannot_be_listed_is_one_sentence(tmp_path: Path) -> None:
+    save(tmp_path / "run", 1)
+    child = os.fork()
+    if child == 0:
+        tmp_path.chmod(0)
+        if os.geteuid() == 0:
+            os.seteuid(65534)  # root reads everything
+        try:
+            load(tmp_path / "run")
+        except JobError as error:
+            os._exit(0 if "cannot be listed (Permission denied)" in str(error) else 3)
+        os._exit(4)
+    _, status = os.waitpid(child, 0)
+    tmp_path.chmod(0o700)
+    assert os.waitstatus_to_exitcode(status) == 0
+    # A run that starts over would have thrown away what is there.
+    assert expect_step(tmp_path / "run", 1) == []
 
 
 def test_all_damaged(tmp_path: Path) -> None:

@@ -69,6 +69,19 @@ def test_chunks_continue_one_data_set() -> None:
         ({"name": "builtin/chain_sums"}, "spec.task.name builtin/chain_sums is not a task"),
         ({"name": "builtin/chain_sum", "parameters": {"digits": 2}}, "parameters.digits is not a parameter"),
         ({"name": "builtin/chain_sum", "parameters": {"min_terms": 0}}, "parameters.min_terms is 0"),
+        (
+            {"name": "builtin/chain_sum", "parameters": {"min_terms": "zz"}},
+            "task.parameters.min_terms is 'zz'",
+        ),
+        (
+            {"name": "builtin/chain_sum", "parameters": {"max_digits": 5000}},
+            "write an integer from 1 to 1000",
+        ),
+        (
+            {"name": "builtin/chain_sum", "parameters": {"min_digits": 100, "max_digits": 1}},
+            "spec.task.parameters.min_digits is larger than max_digits",
+        ),
+        ({"name": "builtin/chain_sum", "parameters": {"allow_negation": "no"}}, "allow_negation is 'no'"),
         ({"name": "builtin/chain_sum", "parameters": {"min_terms": 9}}, "min_terms is larger than max_terms"),
         ({"name": "reasoning_gym/chain_sum", "parameters": {"size": 3}}, "parameters.size is set by the job"),
     ],
@@ -113,6 +126,8 @@ def write_lines(tmp_path: Path, lines: list[str]) -> str:
 
 
 REWARD = """
+import os
+import sys
 import time
 print("this must not reach the pipe")
 def right(completion, item):
@@ -123,6 +138,27 @@ def slow(completion, item):
     time.sleep(600)
 def wrong(completion, item):
     raise KeyError(completion)
+def forks(completion, item):
+    if os.fork() == 0:
+        if len(completion) % 2:
+            raise ValueError("in the child")
+        return 0
+    return len(completion)
+def large(completion, item):
+    return eval(completion)
+def long(completion, item):
+    raise ValueError("\\n\\nfirst \\udce9 ü " + "x" * 500 + "\\nsecond")
+def silent(completion, item):
+    raise ValueError
+def reads(completion, item):
+    return len(sys.stdin.read()) + len(os.read(0, 10)) + len(completion)
+def answers(completion, item):
+    for number in range(3, 30):
+        try:
+            os.write(number, b"[0, {}]\\n[9, {\\"reward\\": 5}]\\n")
+        except OSError:
+            pass
+    return 1
 """
 
 
@@ -160,7 +196,14 @@ def test_jsonl_is_split_shuffled_and_scored(tmp_path: Path) -> None:
         ("weird", "nan", "it returned nan, which is not a finite number"),
         ("weird", "text", "it returned '1', which is not a finite number"),
         ("weird", "none", "it returned None"),
+        ("large", "1e300", "it returned 1e+300, beyond the limit of 1000000"),
+        ("large", "-10**7", "it returned -10000000, beyond the limit of 1000000"),
+        ("large", "10**400", "beyond the limit of 1000000"),
+        ("large", "'x\\n' * 10**6", "which is not a finite number"),
         ("wrong", "x", "KeyError: 'x'"),
+        ("long", "x", "(ValueError: first � ü xxx"),
+        ("silent", "x", "(ValueError:"),
+        ("answers", "x", "its process mixed up its answers"),
         ("slow", "x", "took longer than 1 s and was stopped"),
     ],
 )
@@ -173,6 +216,8 @@ def test_a_reward_that_fails_names_its_item(
         with pytest.raises(JobError) as error:
             task.score([item], [completion])
         assert sentence in str(error.value)
+        assert str(error.value).isprintable()
+        assert len(str(error.value)) < 400 + len(str(tmp_path))
         assert f"line {item.index} of {tmp_path / 'train.jsonl'}" in str(error.value)
         assert error.value.reason == "RewardFailed"
         assert int(str(item.prompt)[1:]) == item.index - 2  # the file starts with an empty line
@@ -186,6 +231,27 @@ def test_long_completions_do_not_block_the_pipes(tmp_path: Path) -> None:
         items = task.train(range(40))
         texts = ["x" * 50_000 if n % 3 else str(item.answer) for n, item in enumerate(items)]
         assert task.score(items, texts) == [float(n % 3 == 0) for n in range(40)]
+    finally:
+        task.close()
+
+
+@pytest.mark.parametrize("function", ["forks", "reads"])
+def test_rewards_are_not_mixed_up(tmp_path: Path, function: str) -> None:
+    task = jsonl(tmp_path, function)
+    try:
+        for _ in range(2):
+            assert task.score(task.train(range(20)), ["x" * n for n in range(20)]) == list(range(20))
+    finally:
+        task.close()
+
+
+def test_after_an_error_answers_still_find_their_calls(tmp_path: Path) -> None:
+    task = jsonl(tmp_path, "large")
+    try:
+        for _ in range(6):
+            with pytest.raises(JobError, match="NameError"):
+                task.score(task.train(range(4)), ["1", "nothing", "2", "3"])
+            assert task.score(task.train(range(3)), ["4", "5", "6"]) == [4.0, 5.0, 6.0]
     finally:
         task.close()
 
@@ -204,6 +270,7 @@ def test_a_reward_may_be_a_bool(tmp_path: Path) -> None:
         ([], "has no items; write one JSON object a line"),
         (["", "  "], "has no items"),
         (['{"prompt": "a"}', '{"prompt": '], "line 2 of .* is not JSON"),
+        (["[" * 100_000], "line 1 of .* is not JSON"),
         (['{"question": "a"}'], 'line 1 of .* has no text "prompt"'),
         (['{"prompt": 3}'], 'line 1 of .* has no text "prompt"'),
         (['{"prompt": ""}'], 'line 1 of .* has no text "prompt"'),

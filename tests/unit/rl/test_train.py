@@ -130,6 +130,8 @@ def test_the_unguided_forward_runs_where_it_is_needed(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match=r"the loss of step 6 is not finite; lower trainer.optimizer") as error:
+    with pytest.raises(
+        JobError, match=r"the loss of step 6 is not finite; lower spec.trainer.optimizer"
+    ) as error:
         Trained(tmp_path, groups(offset=math.nan))
     assert error.value.reason == "NonFinite"

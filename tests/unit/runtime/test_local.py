@@ -1,5 +1,6 @@
 """What a local run is made of: its directory, its processes' environment, and what is shown of its log."""
 
+import json
 import os
 import sys
 import time
@@ -10,6 +11,7 @@ import yaml
 from test_rundir import job
 
 from tracerl.api.errors import InputError
+from tracerl.api.model import BUILTIN_MODELS
 from tracerl.api.resolved import RunLayout
 from tracerl.observe.runlog import RunLog
 from tracerl.rl.steprecord import StartRecord
@@ -92,6 +94,32 @@ def test_the_runs_of_a_comparison(tmp_path):
     assert arms[0].job.spec.warmup == arms[2].job.spec.warmup
 
 
+CANARY = Path(__file__).parents[3] / "jobs/examples/canary.yaml"
+
+
+def test_the_canary_can_be_compared_under_every_method(tmp_path):
+    """Whatever the manifest sets for TRACE, the jobs of the other methods are valid ones."""
+    pytest.importorskip("reasoning_gym")
+    more = ["spec.quantization.secondInput=Recorded"]
+    for overrides in ([], more):
+        arms = compare.plan_arms(
+            CANARY, overrides, compare.parse_methods("BF16,Vanilla,QAT,TRACE"), 1, tmp_path
+        )
+        assert [arm.job.spec.records.audit_every for arm in arms] == [0, 64, 64, 64]
+    assert [arm.job.spec.quantization.second_input for arm in arms] == ["RTN", "RTN", "RTN", "Recorded"]
+
+
+def test_a_fault_of_one_method_names_it(tmp_path):
+    """A dimension that blocks do not divide is a fault where something is quantised."""
+    config = {**BUILTIN_MODELS["tiny-moe"].to_hf_config(), "moe_intermediate_size": 24}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    path = manifest(tmp_path, method={"name": "BF16"}, model={"uri": f"file://{tmp_path}"})
+    with pytest.raises(InputError) as caught:
+        compare.plan_arms(path, [], compare.parse_methods("BF16,QAT"), 1, tmp_path)
+    assert str(caught.value).startswith("under method QAT, ")
+    assert "does not divide the model's expert hidden size 24" in str(caught.value)
+
+
 def start(resumed_from, held_out=None) -> dict:
     return StartRecord(
         run_id="r",
@@ -115,7 +143,7 @@ def test_what_is_shown_of_a_log(tmp_path, capsys):
         follower = local.Follower(RunLayout(tmp_path), Lines())
         follower.show()
         for done in range(5, 101, 5):
-            log.progress("Warmup", done, 100, loss=0.25)
+            log.progress("warming up", done, 100, loss=0.25)
             follower.show()
         log.write(start(0, 0.5))
         log.event("Restarted", "rollout-0 was killed")
@@ -126,8 +154,8 @@ def test_what_is_shown_of_a_log(tmp_path, capsys):
         follower.show()
     assert follower.step == 4
     assert capsys.readouterr().out.splitlines() == [
-        "Warmup 5/100  loss 0.25",
-        *(f"Warmup {done}/100  loss 0.25" for done in range(10, 101, 10)),
+        "warming up 5/100  loss 0.25",
+        *(f"warming up {done}/100  loss 0.25" for done in range(10, 101, 10)),
         "TRACE starts: 1.50 M parameters, held-out reward 0.500",
         "rollout-0 was killed",
         "TRACE continues after step 4: 1.50 M parameters",

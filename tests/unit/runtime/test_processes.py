@@ -1,6 +1,7 @@
 """Children: how they end, what they leave, and that nothing of them is left."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from live_processes import processes_of, wait_until
 
-from tracerl.runtime.processes import Children, Ended, StopSignals
+from tracerl.runtime.processes import NOTE_VARIABLE, Children, Ended, ExitNote, StopSignals
 
 NOTE = 'os.write(int(os.environ["TRACERL_NOTE_FD"]), {!r})\n'
 
@@ -61,6 +62,32 @@ def test_a_note_explains_the_end(script, sent, note):
     assert (ended.note and (ended.note.reason, ended.note.message)) == note
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        "short",
+        "",
+        "日" * 10_000,
+        "😀" * 10_000,
+        "\0" * 10_000,
+        '"\\' * 5_000,
+        "a\ud800b",
+        "ä" * 1_999 + "\udcff",
+    ],
+    ids=ascii,
+)
+def test_every_note_arrives(monkeypatch, message):
+    reader, writer = os.pipe()
+    monkeypatch.setenv(NOTE_VARIABLE, str(writer))
+    ExitNote("NonFinite", message).send()
+    os.close(writer)
+    note = ExitNote.receive(reader)
+    assert note.reason == "NonFinite"
+    wanted = re.sub("[\ud800-\udfff]", "?", message)
+    assert wanted.startswith(note.message)
+    assert len(note.message) >= min(len(wanted), 600)
+
+
 def test_what_a_child_started_dies_with_it(script, tmp_path):
     sleeper = 'subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", str(here)])\n'
     with children() as running:
@@ -70,6 +97,23 @@ def test_what_a_child_started_dies_with_it(script, tmp_path):
         os.kill(pid, signal.SIGKILL)
         assert end_of(running).killed
         wait_until(lambda: not processes_of(str(tmp_path)), "both are gone")
+
+
+def test_also_what_it_started_in_a_session_of_its_own(script, tmp_path):
+    """And what that started, after whoever started it is gone, in a daemon's way."""
+    daemon = "import subprocess, sys; subprocess.Popen(sys.argv[1:], start_new_session=True)"
+    sleeper = (
+        "sleep = [sys.executable, '-c', 'import time; time.sleep(1000)', str(here)]\n"
+        f"subprocess.run([sys.executable, '-c', {daemon!r}, *sleep], start_new_session=True)\n"
+    )
+    with children() as running:
+        running.start(script("other", "time.sleep(1000)"))
+        running.start(script("a", sleeper + "print('ready', flush=True); time.sleep(1000)"))
+        wait_until(lambda: "ready" in (tmp_path / "logs/a.log").read_text(), "the daemon runs")
+        assert len(processes_of(str(tmp_path))) == 3
+        running.stop(["a"])
+        wait_until(lambda: len(processes_of(str(tmp_path))) == 1, "the daemon is gone, the other is not")
+    assert not processes_of(str(tmp_path))
 
 
 STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(1000)"

@@ -1,14 +1,16 @@
 """The run directory: who may use it, what resuming may change, and what is left when a run is over."""
 
+import contextlib
 import fcntl
 import os
+import signal
 import stat
 import subprocess
 import sys
 
 import pytest
 import yaml
-from live_processes import wait_until
+from live_processes import processes_of, wait_until
 
 from tracerl.api.errors import InputError
 from tracerl.api.job import TraceRLJob
@@ -142,6 +144,97 @@ def test_the_next_run_waits_for_the_last_processes_of_a_killed_one(tmp_path):
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     child.stdout.close()
     wait_until(lambda: child.poll() is not None, "the child is reaped")
+
+
+LEFT_OVER = """
+import fcntl, os, signal, subprocess, sys
+lock = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
+os.pwrite(lock, f"{os.getpid()}\\n".encode(), 0)
+fcntl.flock(lock, fcntl.LOCK_EX)
+child = subprocess.Popen(
+    [sys.executable, "-c", "import time; time.sleep(1000)", *sys.argv[2:]],
+    pass_fds=[lock], start_new_session=True, stdout=subprocess.DEVNULL,
+    env={**os.environ, "TRACERL_PARENT_PID": str(os.getpid())},
+)
+os.kill(child.pid, signal.SIGSTOP)
+print(child.pid, flush=True)
+"""
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_what_a_dead_run_left_behind_and_cannot_end_itself(tmp_path, monkeypatch, ours):
+    """A stopped trainer of this run is killed; one of another run that holds the lock is named."""
+    monkeypatch.setattr(rundir, "_LOCK_SECONDS", 0.3)
+    layout = RunLayout(tmp_path)
+    job_path = layout.job if ours else tmp_path / "other.yaml"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-c", LEFT_OVER, str(layout.lock)),
+            *("tracerl.runtime.trainer_main", str(job_path), "trainer-0"),
+        ],
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    pid = int(done.stdout)
+    try:
+        if ours:
+            with rundir.claimed(tmp_path):
+                assert not processes_of(str(job_path))
+        else:
+            words = rf"an earlier tracerl run left processes behind \({pid}\) that still work in {tmp_path};"
+            with pytest.raises(InputError, match=words), rundir.claimed(tmp_path):
+                pass
+            assert processes_of(str(job_path)) == {pid}
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_child_of_a_run_that_lives_is_not_left_over(tmp_path):
+    arguments = ["tracerl.runtime.trainer_main", str(tmp_path / "job.yaml"), "trainer-0"]
+    for parent, left_over in ((str(os.getpid()), False), ("999999999", True), (None, False)):
+        environment = {**os.environ, **({} if parent is None else {"TRACERL_PARENT_PID": parent})}
+        with subprocess.Popen(
+            [sys.executable, "-c", "print(flush=True); input()", *arguments],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        ) as child:
+            child.stdout.readline()
+            assert rundir._is_left_over(child.pid, tmp_path / "job.yaml") is left_over
+            assert not rundir._is_left_over(child.pid, tmp_path / "other.yaml")
+
+
+@pytest.mark.parametrize(
+    ("left", "begun"),
+    [
+        ([], False),
+        (["events.jsonl", "metrics.jsonl", "result.json", "logs/trainer-0.log", "lock"], False),
+        (["metrics.jsonl:{}\n"], True),
+        (["checkpoints/step-000001/model"], True),
+    ],
+)
+def test_a_run_that_did_not_get_to_its_first_step_is_started_anew(tmp_path, left, begun):
+    layout = RunLayout(tmp_path)
+    before = rundir.start_run(job(), tmp_path)
+    for name, _, text in (entry.partition(":") for entry in left):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert rundir.has_begun(tmp_path) is begun
+    corrected = job(method={"name": "QAT"})
+    words = "start a new run with --out" if begun else "start it anew without --resume"
+    with pytest.raises(InputError, match=words):
+        rundir.resume_run(corrected, tmp_path)
+    rundir.refuse(tmp_path, resume=True)
+    if begun:
+        with pytest.raises(InputError, match="already has a run"):
+            rundir.refuse(tmp_path, resume=False)
+        return
+    rundir.refuse(tmp_path, resume=False)
+    after = rundir.start_run(corrected, tmp_path)
+    assert after.job_uid != before.job_uid
+    assert ResolvedJob.read(layout.job) == after
+    assert {path.name for path in tmp_path.iterdir()} <= {"job.yaml", "lock", "logs"}
 
 
 def test_the_token_is_secret_and_new_every_time(tmp_path):

@@ -1,8 +1,8 @@
 """Four-bit emulation in the trainer's forward pass: which treatment each site gets, and from which record.
 
 `MicroBatch` holds a batch and its records in the model's own row order, `TrainerHooks` applies the plan of
-the job's method to one forward pass. `quantise_experts` is shared with the rollout, so that both sides compute
-with the same weight codes.
+the job's method to one forward pass. `quantise_experts` is shared with the rollout, so that both sides
+compute with the same weight codes.
 """
 
 from __future__ import annotations

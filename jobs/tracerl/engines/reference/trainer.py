@@ -98,7 +98,7 @@ class ReferenceTrainer:
     ) -> None:
         """`weights` by Hugging Face's names; None draws them from `warmup.seed`.
 
-        InputError for a shape or a tensor-scale rule that this engine does not compute.
+        InputError for a shape or a tensor-scale rule that this engine does not compute, or a model too large.
         """
         if spec.quantization.tensor_scale is not TensorScaleRule.FIXED:
             raise InputError(
@@ -110,26 +110,32 @@ class ReferenceTrainer:
         self._plan = plan(spec, shape)
         self._table, self._audit_table = site_table(shape, spec), audit_table(shape, spec)
         self._dtype = torch.bfloat16 if spec.model.dtype is DType.BFLOAT16 else torch.float32
-        full = MoEModel(shape, torch.float32, self._device)
-        size = sum(p.numel() for p in full.parameters())
-        matrices = sum(p.numel() for p in full.parameters() if p.ndim > 1)
+        settings = spec.trainer.optimizer
+        try:
+            full = MoEModel(shape, torch.float32, self._device)
+            size = sum(p.numel() for p in full.parameters())
+            matrices = sum(p.numel() for p in full.parameters() if p.ndim > 1)
 
-        def buffer(dtype: torch.dtype) -> Tensor:
-            return torch.zeros(size, dtype=dtype, device=self._device)
+            def buffer(dtype: torch.dtype) -> Tensor:
+                return torch.zeros(size, dtype=dtype, device=self._device)
 
-        self._master = _FlatParameters(full, buffer(torch.float32), buffer(torch.float32))
-        self._working = _FlatParameters(
-            MoEModel(shape, self._dtype, self._device), buffer(self._dtype), buffer(self._dtype)
-        )
+            self._master = _FlatParameters(full, buffer(torch.float32), buffer(torch.float32))
+            self._working = _FlatParameters(
+                MoEModel(shape, self._dtype, self._device), buffer(self._dtype), buffer(self._dtype)
+            )
+            self._optimizer = _AdamW(self._master.values, matrices, settings)
+        except RuntimeError as error:
+            raise InputError(
+                f"there is no memory for the model of {spec.model.uri}, its gradients and its optimizer "
+                f"({str(error).splitlines()[0]}); use a smaller model or a machine with more memory"
+            ) from None
         self._stale = True
         if weights is None:
             initialise(shape, dict(full.named_parameters()), spec.warmup.seed)
         else:
             copy_weights(self._hf(self._master.values), weights, "the initial weights")
 
-        settings = spec.trainer.optimizer
         self._clip = None if settings.gradient_clip is None else float(settings.gradient_clip)
-        self._optimizer = _AdamW(self._master.values, matrices, settings)
         self._stats = EngineStats()
 
     # -- forward and backward -------------------------------------------------------------------------------

@@ -178,7 +178,7 @@ def _read_json(path: Path) -> dict[str, object]:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{path} is not there; name a directory that has it") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path} cannot be read as JSON ({error}); copy or download it again") from None
     if not isinstance(document, dict):
         raise InputError(f"{path} holds no JSON object; copy or download it again")
