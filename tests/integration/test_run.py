@@ -10,7 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
+
+from tracerl.engines.reference.weights import read_tensors
 
 SECONDS = 90.0
 """Deadline of each wait: far more than it takes even on a busy machine."""
@@ -123,6 +127,13 @@ def events(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
 
 
+def read_tensors_of_last_checkpoint(run: Path) -> dict[str, torch.Tensor]:
+    state = load_file(max((run / "checkpoints").glob("step-*")) / "state.safetensors")
+    return {
+        name.removeprefix("weights/"): value for name, value in state.items() if name.startswith("weights/")
+    }
+
+
 LASTING = {"checkpoints", "events.jsonl", "job.yaml", "lock", "logs", "metrics.jsonl", "result.json"}
 
 
@@ -141,8 +152,15 @@ def test_a_run_to_its_end_and_then_compared(tracerl, tmp_path):
     assert json.loads((run / "result.json").read_text())["state"] == "Complete"
     assert json.loads((run / "summary.json").read_text())["steps_done"] == 2
     assert "<html" in (run / "report.html").read_text()
-    assert {path.name for path in run.iterdir()} == LASTING | {"report.html", "summary.json"}
+    assert {path.name for path in run.iterdir()} == LASTING | {"model", "report.html", "summary.json"}
     assert "Traceback" not in (run / "logs/trainer-0.log").read_text()
+    # What was trained is a model directory like any other: the next job can start from it.
+    model = f"spec.model.uri=file://{run / 'model'}"
+    code, _, error = tracerl("validate", "job.yaml", "--set", model, "--set", "spec.warmup.steps=0").finish()
+    assert (code, error) == (0, "")
+    loaded, pushed = read_tensors(run / "model"), read_tensors_of_last_checkpoint(run)
+    assert loaded.keys() == pushed.keys()
+    assert all(torch.equal(loaded[name], pushed[name].to(loaded[name].dtype)) for name in pushed)
 
     code, _, error = tracerl("run", "job.yaml", "--out", str(run)).finish()
     assert code == 2
@@ -246,7 +264,7 @@ def test_two_trainers_train_as_one_does_and_get_over_the_loss_of_one(tracerl, tm
     code, out, error = command.finish()
     assert (code, error) == (0, "")
     assert "starting all 2 trainers again (1 of 3)" in out
-    assert {path.name for path in run.iterdir()} == LASTING | {"report.html", "summary.json"}
+    assert {path.name for path in run.iterdir()} == LASTING | {"model", "report.html", "summary.json"}
     assert steps(run) == steps(tmp_path / "one") == [1, 2, 3, 4]
     lines = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("one", "two")]
     for one, two in zip(*(map(json.loads, of_run) for of_run in lines), strict=True):

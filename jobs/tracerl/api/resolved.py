@@ -173,6 +173,11 @@ class RunLayout:
         return self.root / "weights"
 
     @property
+    def model(self) -> Path:
+        """The trained model in Hugging Face's layout, written when all steps are done."""
+        return self.root / "model"
+
+    @property
     def records(self) -> Path:
         """Frames, unless the job names another place."""
         return self.root / "records"

@@ -15,11 +15,13 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError
 
 from tracerl.api.constants import Reason
 from tracerl.api.errors import InputError, JobError, TraceRLError
 from tracerl.api.resolved import ResolvedJob
 from tracerl.engines.base import TrainerEngine
+from tracerl.engines.reference.weights import write_model
 from tracerl.methods import plan
 from tracerl.records.sites import audit_table, site_table
 from tracerl.rl.account import StepContext, Totals, broken, count_records, expectations, step_record
@@ -81,6 +83,7 @@ async def run_loop(resolved: ResolvedJob, engine: TrainerEngine, log: Log) -> No
     loop = _Loop(resolved, engine, log, run_id=run_id, task=task, tokenizer=tokenizer, trainer=trainer)
     try:
         await loop.run()
+        await loop.write_model()
     except JobError as error:
         loop.finish(error)
         raise
@@ -128,6 +131,17 @@ class _Loop:
         task = self._tasks.create_task(work)
         self._beside.add(task)
         task.add_done_callback(self._beside.discard)
+
+    async def write_model(self) -> None:
+        """Leave the trained model where the run's results are; JobError when it cannot be written."""
+        directory = self._resolved.layout.model
+        try:
+            await self._compute(lambda: write_model(directory, self._engine.shape, self._engine.export()))
+        except (OSError, SafetensorError) as error:
+            raise JobError(
+                Reason.CHECKPOINT_FAILED,
+                f"{directory} cannot be written ({error}); free some space and use --resume",
+            ) from error
 
     async def _compute(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._trainer, work)
