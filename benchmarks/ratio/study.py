@@ -1,5 +1,6 @@
 """Which `method.trace` defaults lose least when records are stale: a resumable study on the tiny MoE.
 
+    python benchmarks/ratio/study.py pilot --out DIR      which learning rate makes which drift
     python benchmarks/ratio/study.py screen --out DIR     two seeds of every arm
     python benchmarks/ratio/study.py final --out DIR      more seeds of the arms that matter
     python benchmarks/ratio/study.py summarise --out DIR  the table, as JSON and markdown
@@ -281,8 +282,8 @@ def main() -> None:
     elif arguments.command == "pilot":
         # Which learning rate makes which drift, and what staleness alone does.
         rates = ["0.00004", "0.00008", "0.00015", "0.0003", "0.0006"]
-        three = {"BF16": ARMS["BF16"], "TRACE half Unguided no band": ARMS["TRACE half Unguided no band"]}
-        wanted = [run for mode in ("fresh", "stale") for run in runs(three, rates, range(1, 4), mode)]
+        two_arms = {"BF16": ARMS["BF16"], "TRACE half Unguided no band": ARMS["TRACE half Unguided no band"]}
+        wanted = [run for mode in ("fresh", "stale") for run in runs(two_arms, rates, range(1, 4), mode)]
         execute(wanted, arguments.out, arguments.workers, deadline)
     else:
         seeds = range(1, 3) if arguments.command == "screen" else range(1, 7)

@@ -10,14 +10,13 @@ from torch.nn import functional
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tracerl.api.errors import InputError
-from tracerl.api.model import BUILTIN_MODELS, ModelShape
+from tracerl.api.model import BUILTIN_MODELS, ModelShape, model_shape
 from tracerl.engines.reference.kernels import experts
 from tracerl.engines.reference.model import Decode, KVCache, MoEModel, PlainHooks, Prefill, WholeSequences
 from tracerl.engines.reference.weights import (
     copy_weights,
     hf_views,
     initialise,
-    read_shape,
     read_tensors,
     write_model,
 )
@@ -246,7 +245,7 @@ def test_transformers_reads_what_we_write_and_we_read_what_it_writes(name, tmp_p
 
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="100KB")
     assert (tmp_path / "theirs" / "model.safetensors.index.json").exists() or name != "tiny-moe"
-    assert read_shape(tmp_path / "theirs") == shape
+    assert model_shape(f"file://{tmp_path / 'theirs'}") == shape
     again = MoEModel(shape)
     copy_weights(hf_tensors(again), read_tensors(tmp_path / "theirs"), "test")
     for key, value in hf_tensors(ours).items():
@@ -345,7 +344,7 @@ def test_damaged_configurations_are_named(tmp_path, text):
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(InputError, match=r"config\.json"):
-        read_shape(tmp_path)
+        model_shape(f"file://{tmp_path}")
 
 
 def test_a_model_with_dense_layers_is_refused():

@@ -19,6 +19,7 @@ from torch import Tensor
 from tracerl.api.errors import InputError
 from tracerl.api.job import Quantization
 from tracerl.api.model import ModelShape
+from tracerl.api.resolved import write_atomically
 from tracerl.engines.reference.model import MoEModel
 from tracerl.engines.reference.quantised import quantise_experts
 from tracerl.methods import MethodPlan
@@ -124,11 +125,6 @@ class RolloutWeights:
         quantise_experts(self._model, self._method.weights_rollout, self._quantization)
 
 
-def read_shape(directory: Path) -> ModelShape:
-    """Read config.json of a model directory; InputError when it is not there or not a model's."""
-    return ModelShape.from_hf_config(_read_json(directory / "config.json"))
-
-
 def read_tensors(directory: Path) -> dict[str, Tensor]:
     """Read model.safetensors, or the shards that model.safetensors.index.json lists, by name.
 
@@ -168,9 +164,7 @@ def write_model(directory: Path, shape: ModelShape, tensors: Iterable[tuple[str,
     unfinished = directory / (WEIGHTS_FILE + ".tmp")
     save_file(named, unfinished, metadata={"format": "pt"})
     unfinished.replace(directory / WEIGHTS_FILE)
-    unfinished = directory / "config.json.tmp"
-    unfinished.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    unfinished.replace(directory / "config.json")
+    write_atomically(directory / "config.json", json.dumps(config, indent=2) + "\n")
 
 
 def _read_json(path: Path) -> dict[str, object]:
