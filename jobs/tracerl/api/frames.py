@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple, NewType
 from urllib.parse import quote, unquote
 
@@ -28,6 +29,19 @@ class FrameKey:
     version: int
 
 
+@dataclass(frozen=True, slots=True)
+class FoundFrame:
+    """A stored frame that was looked for: where it is, and its bytes.
+
+    `data` is None where it is there and cannot be read: `reason` is then one word, `message` a sentence.
+    """
+
+    path: str
+    data: bytes | None
+    reason: str = ""
+    message: str = ""
+
+
 FRAME_SUFFIX = ".trec"
 """Ending of a file or object that holds one whole frame."""
 
@@ -48,6 +62,7 @@ class HandleParts(NamedTuple):
     xxh3: int
 
 
+_PLAIN = re.compile(r"[A-Za-z0-9_.~/-]+")
 _HANDLE = re.compile(r"rec://([^/?#\s]+)/([^?#\s]+)\?len=([0-9]{1,19})&xxh3=([0-9a-f]{16})")
 
 
@@ -57,9 +72,14 @@ def format_handle(store: str, name: str, length: int, xxh3: int) -> Handle:
         raise HandleError(
             f"no handle can be made of store {store!r}, name {name!r}, length {length}, hash {xxh3}"
         )
-    return Handle(f"rec://{quote(store, safe='')}/{quote(name, safe='/')}?len={length}&xxh3={xxh3:016x}")
+    if not _PLAIN.fullmatch(name):  # quote takes longer than everything else that is done for a small frame
+        name = quote(name, safe="/")
+    if not _PLAIN.fullmatch(store) or "/" in store:
+        store = quote(store, safe="")
+    return Handle(f"rec://{store}/{name}?len={length}&xxh3={xxh3:016x}")
 
 
+@lru_cache(maxsize=4_096)
 def parse_handle(handle: str) -> HandleParts:
     """Read a handle; HandleError when the text is not one."""
     match = _HANDLE.fullmatch(handle)

@@ -1,0 +1,310 @@
+"""A client's connection to a store, which is made again when the store was restarted."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from tracerl.transport.base import TransportError
+from tracerl.transport.ring import messages as m
+from tracerl.transport.ring.file import SOCKET, map_ring
+from tracerl.transport.ring.segments import ProtocolError
+
+_SEND_BUFFER = 1 << 20
+"""Bytes. Holds some thousand commits, for a store that does not get a turn for a while."""
+_MAX_DESCRIPTORS = 253
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.1
+"""Seconds between attempts to connect."""
+_GREETING_SECONDS = 5.0
+
+_Answer = TypeVar("_Answer", bound=m.Message)
+
+
+class LostError(Exception):
+    """The connection has ended: the store is gone, or will have nothing more to do with this client."""
+
+    def __init__(self, store: str) -> None:
+        super().__init__(f"the connection to {store} was lost; see {store}'s log")
+
+    def explain(self) -> TransportError:
+        """Say it to people."""
+        return TransportError("failed", str(self))
+
+
+class Deadline:
+    """When to give up, by the monotonic clock; never if made with None."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._end = math.inf if seconds is None else time.monotonic() + seconds
+
+    def remaining(self) -> float:
+        """Seconds from now, not negative; inf without an end."""
+        return max(0.0, self._end - time.monotonic())
+
+    def passed(self) -> bool:
+        """Whether it is time to give up."""
+        return self.remaining() == 0.0
+
+    def later(self, seconds: float) -> Deadline:
+        """Give up so much later."""
+        return Deadline(self.remaining() + seconds)
+
+    def milliseconds(self, *, forever: int, most: int) -> int:
+        """Count them from now, rounded up."""
+        remaining = self.remaining()
+        return forever if remaining == math.inf else min(most, math.ceil(1000 * remaining))
+
+
+class Session:
+    """One connection to one process of a store.
+
+    Requests take turns. What needs no answer may be sent between a request and its answer.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        welcome: m.Welcome,
+        memory: memoryview,
+        nudge: Callable[[], None] | None,
+    ) -> None:
+        self.welcome = welcome
+        self.memory = memory
+        """All bytes of the ring, writable for producers, empty for control. Unmapped with its last view."""
+        self._socket = connection
+        self._nudge = nudge
+        self._asking = threading.Lock()
+        self._sending = threading.Lock()
+        self._lost = False
+
+    def tell(self, message: m.Message, deadline: Deadline) -> None:
+        """Send what needs no answer. LostError; TransportError when the store does not take it in time."""
+        with self._sending:
+            if self._lost:
+                raise LostError(self.welcome.store)
+            _send(self._socket, message, deadline, self.welcome.store, self._nudge)
+
+    def ask(self, message: m.Message, kind: type[_Answer], deadline: Deadline) -> _Answer:
+        """Send a request and return its answer. LostError; TransportError when it is refused or late."""
+        with self.asking(message, kind, deadline) as (answer, _):
+            return answer
+
+    @contextlib.contextmanager
+    def asking(
+        self, message: m.Message, kind: type[_Answer], deadline: Deadline
+    ) -> Iterator[tuple[_Answer, list[int]]]:
+        """Like `ask`; gives the descriptors that came with the answer too, and closes them at the end."""
+        with self._asking:
+            self.tell(message, deadline)
+            if self._nudge is not None:
+                self._nudge()
+            try:
+                answer, files = _receive(self._socket, kind, deadline, self.welcome.store)
+            except BaseException:
+                self.lose()  # an answer that came later would be taken for that of the next request
+                raise
+        try:
+            if isinstance(answer, m.Refused):
+                raise TransportError(answer.fault, answer.message)
+            yield answer, files
+        finally:
+            _close_all(files)
+
+    def is_alive(self) -> bool:
+        """Whether the other end is open."""
+        if self._lost:
+            return False
+        poll = select.poll()
+        poll.register(self._socket, 0)
+        return not poll.poll(0)  # hang-ups and errors are always told
+
+    def lose(self) -> None:
+        """End the connection; who waits for an answer in another thread gets LostError."""
+        self._lost = True
+        with contextlib.suppress(OSError):  # the other end may be gone
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End the connection and close its socket."""
+        self.lose()
+        # Not while another thread uses the descriptor, whose number the next file will have.
+        with self._asking, self._sending:
+            self._socket.close()
+
+
+class Channel:
+    """Sessions with a store, one after the other."""
+
+    def __init__(
+        self, directory: Path, hello: m.Hello, store: str, nudge: Callable[[], None] | None = None
+    ) -> None:
+        """Prepare to connect. Producers are not listened to at all times, so they need a `nudge`."""
+        self._path = directory / SOCKET
+        self._hello = hello
+        self._store = store
+        self._nudge = nudge
+        self._lock = threading.Lock()
+        self._session: Session | None = None
+        self._closed = threading.Event()
+
+    def session(self, deadline: Deadline) -> Session:
+        """Give the session, a new one if the last was lost.
+
+        TransportError ``failed`` when the store does not come back in time, else if it refuses this client.
+        """
+        with self._lock:
+            if self._session is not None and not self._session.is_alive():
+                self._session.close()
+                self._session = None
+            if self._session is None:
+                self._session = self._connect(deadline)
+            return self._session
+
+    def nudge(self) -> None:
+        """Have the store listen to its producers. If that does not reach it, it does so a little later."""
+        session = self._session
+        if session is not None:
+            with contextlib.suppress(LostError, TransportError):
+                session.tell(m.Nudge(), Deadline(0))
+
+    def close(self) -> None:
+        """End the session; no other can be had."""
+        self._closed.set()
+        with self._lock:
+            if self._session is not None:
+                self._session.close()
+                self._session = None
+
+    def _connect(self, deadline: Deadline) -> Session:
+        pause = _FIRST_PAUSE
+        while True:
+            if self._closed.is_set():
+                raise TransportError("failed", f"the connection to {self._store} was closed; open another")
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                return self._greet(connection, deadline)
+            except BaseException as error:
+                connection.close()
+                if isinstance(error, PermissionError):
+                    raise TransportError(
+                        "permission",
+                        f"{self._path} cannot be opened; run {self._hello.name} as the user or in the "
+                        f"group of {self._store}",
+                    ) from None
+                if not isinstance(error, (OSError, LostError)):
+                    raise
+                if deadline.passed():
+                    raise TransportError(
+                        "failed", f"{self._store} does not listen on {self._path}; see its log"
+                    ) from None
+            self._closed.wait(min(pause, deadline.remaining()))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _greet(self, connection: socket.socket, deadline: Deadline) -> Session:
+        connection.setblocking(False)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
+        connection.connect(os.fspath(self._path))
+        _send(connection, self._hello, deadline, self._store)
+        # Even a put that must not wait may wait for this: whoever listens answers at once.
+        patience = Deadline(_GREETING_SECONDS)
+        welcome, files = _receive(connection, m.Welcome, patience, self._store)
+        try:
+            if isinstance(welcome, m.Refused):
+                raise TransportError(welcome.fault, welcome.message)
+            if self._hello.role == "control":
+                return Session(connection, welcome, memoryview(b""), self._nudge)
+            size = welcome.segments * welcome.segment_bytes
+            memory = map_ring(files[0], size, writable=self._hello.role == "producer")
+            return Session(connection, welcome, memory, self._nudge)
+        except (OSError, ValueError, IndexError) as error:
+            raise TransportError(
+                "failed",
+                f"the ring of {self._store} cannot be mapped ({error}); check memory and ulimit -n, -v",
+            ) from None
+        finally:
+            _close_all(files)
+
+
+def _send(
+    connection: socket.socket,
+    message: m.Message,
+    deadline: Deadline,
+    store: str,
+    nudge: Callable[[], None] | None = None,
+) -> None:
+    data = m.encode(message)
+    while True:
+        try:
+            connection.send(data)
+            return
+        except BlockingIOError:
+            if nudge is not None:
+                nudge()
+            if not _wait(connection, select.POLLOUT, deadline):
+                raise TransportError(
+                    "failed", f"{store} does not receive what it is sent; see whether it is stopped"
+                ) from None
+        except OSError:
+            raise LostError(store) from None
+
+
+def _receive(
+    connection: socket.socket, kind: type[_Answer], deadline: Deadline, store: str
+) -> tuple[_Answer | m.Refused, list[int]]:
+    if not _wait(connection, select.POLLIN, deadline):
+        raise TransportError("failed", f"{store} did not answer in time; see whether it is stopped")
+    try:
+        try:
+            data, files = _receive_once(connection)
+        except ConnectionResetError:
+            # The store left something of ours unread. What it said before is still to be received.
+            data, files = _receive_once(connection)
+    except OSError:
+        raise LostError(store) from None
+    try:
+        if not data:
+            raise LostError(store)
+        answer = m.decode(memoryview(data))
+        if not isinstance(answer, (kind, m.Refused)):
+            raise ProtocolError(f"{type(answer).__name__} is no answer")
+    except ProtocolError as error:
+        _close_all(files)
+        raise TransportError(
+            "failed", f"{store} answers with {error}; run the same version of tracerl on both sides"
+        ) from None
+    except BaseException:
+        _close_all(files)
+        raise
+    return answer, files
+
+
+def _receive_once(connection: socket.socket) -> tuple[bytes, list[int]]:
+    data, files, _, _ = socket.recv_fds(
+        connection, m.MAX_MESSAGE + 1, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+    )
+    return data, files
+
+
+def _wait(connection: socket.socket, event: int, deadline: Deadline) -> bool:
+    """Wait until the socket is ready for that, or broken; False when time is up."""
+    poll = select.poll()
+    poll.register(connection, event)
+    while True:
+        milliseconds = deadline.milliseconds(forever=-1, most=2**31 - 1)
+        if poll.poll(milliseconds):
+            return True
+        if deadline.passed():
+            return False
+
+
+def _close_all(files: list[int]) -> None:
+    for file in files:
+        os.close(file)
