@@ -12,6 +12,7 @@ from record_builders import Store, make_shape, make_spec, random_rows, write_fra
 from tracerl.api.errors import InputError
 from tracerl.records.inspect import inspect_frames, verify_frames
 from tracerl.records.sites import site_table
+from tracerl.transport.find import find_frames
 
 GOLDEN = Path(__file__).parent / "golden"
 TABLE = site_table(make_shape(2), make_spec())
@@ -32,7 +33,7 @@ def directory(tmp_path: Path) -> Path:
 def test_a_frame_is_described_by_plain_values() -> None:
     table = site_table(make_shape(2), make_spec(targets=["RoutedExperts"]))
     path = str(GOLDEN / "frame-v1.trec")
-    (described,) = inspect_frames([path], table)
+    (described,) = inspect_frames(find_frames([path]), table)
     assert json.loads(json.dumps(described)) == described
     sections = described.pop("sections")
     assert described == {
@@ -63,14 +64,18 @@ def test_a_frame_is_described_by_plain_values() -> None:
         "xxh3": "2147f3a1a5c8755e",
         "tensorScale": 1.0,
     }
-    (prefix,) = inspect_frames([f"file://{GOLDEN}/prefix-v1.trec"], table)
+    (prefix,) = inspect_frames(find_frames([f"file://{GOLDEN}/prefix-v1.trec"]), table)
     assert (prefix["prefix"], prefix["part"], prefix["parts"]) == ("rollout-0/17", 1, 2)
     assert "layer" not in prefix["sections"][0]  # of another table
 
 
 def test_a_directory_is_searched_and_half_written_files_are_no_frames(directory: Path) -> None:
-    assert [frame["rows"] for frame in inspect_frames([str(directory)])] == [[0, 4], [8, 11], [4, 8]]
-    result = verify_frames([str(directory)], TABLE)
+    assert [frame["rows"] for frame in inspect_frames(find_frames([str(directory)]))] == [
+        [0, 4],
+        [8, 11],
+        [4, 8],
+    ]
+    result = verify_frames(find_frames([str(directory)]), TABLE)
     assert (result.frames, result.whole, result.rows, result.faults) == (3, 3, 11, {})
 
 
@@ -78,7 +83,7 @@ def test_faults_are_counted_by_reason(directory: Path) -> None:
     first, second, third = sorted(directory.rglob("*.trec"))
     first.write_bytes(first.read_bytes()[:-1])
     second.write_bytes(second.read_bytes().replace(b"TRACEREC\x01", b"TRACEREC\x02"))
-    result = verify_frames([str(first), str(second), str(third)])
+    result = verify_frames(find_frames([str(first), str(second), str(third)]))
     assert (result.frames, result.whole, result.rows) == (3, 1, 4)
     assert result.faults == {"checksum": 1, "version": 1}
     assert [(path, reason) for path, reason, _ in result.messages] == [
@@ -86,8 +91,8 @@ def test_faults_are_counted_by_reason(directory: Path) -> None:
         (str(second), "version"),
     ]
     other = site_table(make_shape(3), make_spec())
-    assert verify_frames([str(third)], other).faults == {"site_table": 1}
-    described = list(inspect_frames([str(first)]))
+    assert verify_frames(find_frames([str(third)]), other).faults == {"site_table": 1}
+    described = list(inspect_frames(find_frames([str(first)])))
     assert described == [
         {
             "path": str(first),
@@ -109,14 +114,14 @@ def test_faults_are_counted_by_reason(directory: Path) -> None:
 )
 def test_where_there_are_no_frames(tmp_path: Path, location: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
-        verify_frames([location.format(tmp_path)])
+        verify_frames(find_frames([location.format(tmp_path)]))
 
 
 @pytest.mark.parametrize("given", ["run", "run/", "./run", "{}/run", "file://{}/run"])
 def test_paths_begin_as_they_were_given(directory: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
     monkeypatch.chdir(directory)
     given = given.format(directory)
-    found = [frame["path"] for frame in inspect_frames([given])]
+    found = [frame["path"] for frame in inspect_frames(find_frames([given]))]
     names = ("rollout-0/0.trec", "rollout-0/2.trec", "rollout-1/1.trec")
     assert found == [f"{given.rstrip('/')}/{name}" for name in names]
 
@@ -124,19 +129,19 @@ def test_paths_begin_as_they_were_given(directory: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("location", ["", "zip://*::file://{}/run/rollout-0/0.trec"])
 def test_what_cannot_be_opened(directory: Path, location: str) -> None:
     with pytest.raises(InputError, match=r"empty path|cannot be read \(File is not a zip file\)"):
-        verify_frames([location.format(directory)])
+        verify_frames(find_frames([location.format(directory)]))
 
 
 def test_an_entry_that_cannot_be_read_is_counted_and_the_others_are_checked(directory: Path) -> None:
     """A link to itself stands for what is listed and cannot be read, also by root."""
     loop = directory / "run/rollout-0/1.trec"
     loop.symlink_to(loop)
-    result = verify_frames([str(directory)])
+    result = verify_frames(find_frames([str(directory)]))
     assert (result.frames, result.whole, result.rows) == (4, 3, 11)
     assert result.messages == [
         (str(loop), "unreadable", "it cannot be read (too many levels of symbolic links)")
     ]
-    described = [frame for frame in inspect_frames([str(directory)]) if "reason" in frame]
+    described = [frame for frame in inspect_frames(find_frames([str(directory)])) if "reason" in frame]
     assert described == [
         {"path": str(loop), "bytes": 0, "reason": "unreadable", "message": result.messages[0][2]}
     ]
@@ -147,6 +152,6 @@ def test_a_directory_that_cannot_be_listed_is_counted(directory: Path) -> None:
     closed.chmod(0)
     if os.access(closed, os.R_OK):
         pytest.skip("root may list every directory")
-    result = verify_frames([str(directory)])
+    result = verify_frames(find_frames([str(directory)]))
     closed.chmod(0o700)
     assert [(path, reason) for path, reason, _ in result.messages] == [(str(closed), "unreadable")]
