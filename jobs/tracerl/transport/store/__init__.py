@@ -1,0 +1,1 @@
+"""The record store process: a ring's server with lower tiers, and HTTP for readers on other nodes."""
