@@ -29,29 +29,33 @@ from tracerl.engines.reference.weights import RolloutWeights
 from tracerl.methods import plan
 from tracerl.records.sites import audit_table, site_table
 from tracerl.rl.generation import Generator
+from tracerl.rl.loading import RecordLoader
+from tracerl.rl.parallel import LeadingEngine
 from tracerl.rl.tasks import load_task
 from tracerl.rl.tokenizer import load_tokenizer
 from tracerl.rl.train import Learner, Timer
 from tracerl.rl.warmup import warm_up
-from tracerl.transport.directory import DirectoryTransport
+from tracerl.transport.base import FrameSink
+from tracerl.transport.objects.filesystem import open_filesystem
+from tracerl.transport.objects.sink import ObjectSink
+from tracerl.transport.objects.source import ObjectSource
 
+_UID = "study"
 Weights = dict[str, Tensor]
 
 
 class OneProcessRollout:
     """The reference engine's scheduler, with what a `Generator` calls of `rl.rollouts.Rollouts`."""
 
-    def __init__(
-        self, job: TraceRLJob, shape: ModelShape, transport: DirectoryTransport, run_id: str
-    ) -> None:
+    def __init__(self, job: TraceRLJob, shape: ModelShape, sink: FrameSink, run_id: str) -> None:
         spec = job.spec
         method = plan(spec, shape)
         dtype = torch.bfloat16 if spec.model.dtype is DType.BFLOAT16 else torch.float32
         table = site_table(shape, spec)
         slots = spec.rollout.max_running_requests
         capacity = spec.algorithm.max_prompt_tokens + spec.algorithm.max_response_tokens
-        self._writer = FrameWriter(limit_bytes=2**30)
-        self._writer.direct(Destination(transport, "study", run_id, keep=False))
+        self._writer = FrameWriter(limit_bytes=2**30, deadline_seconds=spec.transport.deadline_seconds)
+        self._writer.direct(Destination(sink, _UID, run_id))
         model = MoEModel(shape, dtype)
         self._weights = RolloutWeights(model, method, spec.quantization)
         self._scheduler = Scheduler(
@@ -60,6 +64,7 @@ class OneProcessRollout:
             CaptureHooks(shape, method, spec.quantization, table, None),
             [RowBuffer(table, slots=slots, capacity=capacity, reprefill=spec.records.reprefill)],
             self._writer,
+            instance=run_id,
             kv_tokens=slots * capacity,
             chunk_tokens=spec.records.chunk_tokens,
             audit_every=0,
@@ -81,7 +86,7 @@ class OneProcessRollout:
         prompts: Sequence[Sequence[int]],
         sampling: Sequence[Sampling],
         ids: Sequence[str],
-    ) -> tuple[list[Generation], str]:
+    ) -> list[Generation]:
         """Generate everything and wait for it."""
         futures: list[Future[Finished | Broken]] = [Future() for _ in prompts]
         self._scheduler.submit(
@@ -98,11 +103,10 @@ class OneProcessRollout:
                 for id, prompt, params, future in zip(ids, prompts, sampling, futures, strict=True)
             ]
         )
-        found = [
-            _generation(id, prompt, future.result())
+        return [
+            _generation(id, prompt, await asyncio.wrap_future(future))
             for id, prompt, future in zip(ids, prompts, futures, strict=True)
         ]
-        return found, "one"
 
     def close(self) -> None:
         """End the threads."""
@@ -153,24 +157,42 @@ async def _run(job: TraceRLJob, lags: Sequence[int], evaluate: int, cache: Path)
     spec = job.spec
     shape = _shape(spec)
     run_id = f"{spec.method.name}-{spec.algorithm.seed}"
-    transport = DirectoryTransport(f"memory://{run_id}", store="study", job_uid="study", run_id=run_id)
-    rollout = OneProcessRollout(job, shape, transport, run_id)
+    memory = f"memory://{run_id}"
+    sink = ObjectSink(
+        open_filesystem(memory),
+        store="study",
+        job_uid=_UID,
+        run_id=run_id,
+        batch_bytes=2**20,
+        batch_seconds=0.0,
+    )
+    source = ObjectSource(
+        open_filesystem(memory), job_uid=_UID, run_id=run_id, retention=spec.transport.object.retention
+    )
+    loader = RecordLoader(
+        source,
+        site_table(shape, spec),
+        audit_table(shape, spec),
+        job_uid=_UID,
+        run_id=run_id,
+        reprefill=spec.records.reprefill,
+    )
+    rollout = OneProcessRollout(job, shape, sink, run_id)
     trainer = ReferenceTrainer(shape, spec)
     task = load_task(spec.task, order_seed=spec.algorithm.seed, scratch=cache)
     tokenizer = load_tokenizer(spec.model)
     warm_up(trainer, spec, task, tokenizer, cache=cache, progress=_quiet, report=print)
     generator = Generator(
         spec,
-        job_uid="study",
         run_id=run_id,
         task=task,
         tokenizer=tokenizer,
         rollouts=rollout,  # type: ignore[arg-type]  # the part of Rollouts that a Generator uses
-        transport=transport,
-        table=site_table(shape, spec),
-        audit_table=audit_table(shape, spec),
+        source=source,
+        loader=loader,
+        report=print,
     )
-    learner = Learner(trainer, plan(spec, shape), spec)
+    learner = Learner(LeadingEngine(trainer, loader, run_id=run_id), plan(spec, shape), spec)
     history: deque[Weights] = deque(maxlen=max(lags) + 1)
     steps: list[dict[str, Any]] = []
     prompts = spec.algorithm.prompts_per_step
@@ -201,17 +223,13 @@ async def _run(job: TraceRLJob, lags: Sequence[int], evaluate: int, cache: Path)
                     "isWeightMean": outcome.rollout_corr["rollout_is_mean"],
                     "clipFraction": outcome.policy.clip_fraction,
                     "gradNorm": outcome.policy.grad_norm,
-                    "missing": sum(
-                        sum(sample.trajectory.records.missing.values())
-                        for group in groups
-                        for sample in group.samples
-                        if sample.trajectory.records
-                    ),
+                    "missing": outcome.engine.records.missing.total(),
                 }
             )
     finally:
         rollout.close()
-        transport.close()
+        loader.close()
+        source.close()
         task.close()
     return {
         "steps": steps,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -9,7 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from tracerl.api.model import ModelShape
-from tracerl.records.pairing import TrajectoryRecords
+from tracerl.records.pairing import RecordEntry, TrajectoryRecords
 
 
 @dataclass
@@ -24,10 +25,12 @@ class Trajectory:
     """float32 [n - prompt_tokens], nats, of the sampling distribution at the sampling temperature."""
     token_versions: list[int]
     """Policy version that sampled each response token."""
+    entries: list[RecordEntry] = field(default_factory=list)
+    """Where its records are. Only the process that computes with the trajectory loads them."""
     records: TrajectoryRecords | None = None
-    """None: nothing was recorded; every recorded site counts as missing for all rows."""
+    """None: not loaded, or nothing was recorded; every recorded site is then missing for all rows."""
     audit: TrajectoryRecords | None = None
-    """Whole codes and scales of every quantised site, for an audited trajectory."""
+    """Whole codes and scales of every quantised site, for an audited trajectory; loaded like `records`."""
 
 
 @dataclass
@@ -68,6 +71,29 @@ class SiteCounts:
 
 
 @dataclass
+class RecordCounts:
+    """What the records of trajectories were, and what it took to load them. Each trajectory counts once."""
+
+    rows: int = 0
+    """Rows that should be there."""
+    missing: Counter[str] = field(default_factory=Counter)
+    """Rows of which any site is absent, by reason."""
+    bytes: int = 0
+    """Bytes of frames as they travelled, without audits; a frame of several trajectories travels once."""
+    audit_bytes: int = 0
+    frames: int = 0
+    """Entries of trajectories, audits included."""
+    fetch_seconds: float = 0.0
+    """CPU time of the threads that fetched, without audits."""
+    unpack_seconds: float = 0.0
+    """CPU time of verifying, decoding and pairing, without audits."""
+    wait_seconds: float = 0.0
+    """Wall time for which passes waited for records."""
+    read: Counter[str] = field(default_factory=Counter)
+    """How the source's counters (`Usage.counters`) grew."""
+
+
+@dataclass
 class EngineStats:
     """Sums since the last call of `TrainerEngine.stats`."""
 
@@ -88,6 +114,8 @@ class EngineStats:
     """Turning records into batched guides and routes."""
     guided_seconds: float = 0.0
     """All of guided rounding; what rounding the same values to nearest would take is not subtracted."""
+    records: RecordCounts = field(default_factory=RecordCounts)
+    """Left empty by engines: loading is not theirs."""
 
 
 class TrainerEngine(Protocol):

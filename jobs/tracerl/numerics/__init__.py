@@ -11,6 +11,7 @@ from tracerl.numerics.blocks import (
     TensorScale,
     dequantize,
     quantize,
+    quantize_dequantize,
 )
 from tracerl.numerics.elements import E2M1, E4M3, E8M0, ElementFormat
 from tracerl.numerics.guidance import Guide, guided_quantize, rebuild_scales
@@ -38,6 +39,7 @@ __all__ = [
     "guided_quantize",
     "pack_bits",
     "quantize",
+    "quantize_dequantize",
     "rebuild_scales",
     "unpack_bits",
 ]

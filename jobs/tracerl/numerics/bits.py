@@ -22,6 +22,11 @@ def packed_size(n: int, bits: int) -> int:
     return -(-n * bits // 8)
 
 
+def _fields(lanes: int, bits: int) -> int:
+    """Give the mask of the low `lanes * bits` bits of every `lanes` bytes of a word."""
+    return sum(((1 << lanes * bits) - 1) << start for start in range(0, 64, 8 * lanes))
+
+
 def pack_bits(values: Tensor, bits: int) -> Tensor:
     """Pack the low bits of each value.
 
@@ -38,11 +43,32 @@ def pack_bits(values: Tensor, bits: int) -> Tensor:
         return values[..., : packed_size(n, bits)]
     values = pad(values, (0, -n % 8)) if n % 8 else values.contiguous()
     words = (values.clone() if values.storage_offset() % 8 else values).view(torch.int64) & _fields(1, bits)
-    # Neighbours move together, twice as far each time: from 8 fields of `bits` bits to one of 8 * bits.
-    for lanes in (1, 2, 4):
-        words.bitwise_or_(words >> lanes * (8 - bits)).bitwise_and_(_fields(2 * lanes, bits))
-    packed = words.view(torch.uint8).view(*words.shape, 8)[..., :bits].flatten(-2)
+    for factor, mask in _GATHER[bits]:
+        words.mul_(factor)
+        if mask:
+            words.bitwise_and_(mask)
+    packed = words.view(torch.uint8).view(*words.shape, 8)[..., 8 - bits :].flatten(-2)
     return packed[..., : packed_size(n, bits)]
+
+
+def _gather(bits: int) -> list[tuple[int, int]]:
+    """Give factors, and masks after them, that bring the low bits of 8 bytes together in the highest bytes.
+
+    A product with 2^s + 1 puts a field s bits higher, where it ends at its neighbour, and keeps that one in
+    its place; the mask leaves both together. The terms of a product never overlap, so nothing is carried.
+    """
+    if bits == 1:  # the sum of shifts by 7, 14, … 56: bit 8 j ends up at 56 + j, and no other one above 55
+        return [(0x0102_0408_1020_4080, 0)]
+    steps, start = [], 0
+    for lanes in (1, 2, 4):
+        shift = lanes * (8 - bits)
+        start += shift
+        steps.append(((1 << shift) + 1, _fields(2 * lanes, bits) << start))
+    factor, _ = steps.pop()
+    return [*steps, (factor << 8 - bits, 0)]
+
+
+_GATHER = {bits: _gather(bits) for bits in (1, 2, 3, 4)}
 
 
 def unpack_bits(packed: Tensor, bits: int, n: int) -> Tensor:
@@ -92,11 +118,6 @@ def _words_by_byte(bits: int, device: torch.device) -> Tensor:
         value, place = divmod(8 * j + bit, bits)
         words[256 * j + v] |= (v >> bit & 1) << (8 * value + place)
     return torch.tensor(words, dtype=dtype, device=device)
-
-
-def _fields(lanes: int, bits: int) -> int:
-    """Give the mask of the low `lanes * bits` bits of every `lanes` bytes of a word."""
-    return sum(((1 << lanes * bits) - 1) << start for start in range(0, 64, 8 * lanes))
 
 
 def _check(values: Tensor, bits: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Literal
 
 import torch
@@ -81,6 +82,15 @@ class TensorScale:
 
     def encode(self) -> Tensor:
         """Give what values are multiplied by before they are quantised."""
+        return self._encode
+
+    def decode(self) -> Tensor:
+        """Give what codes times block scales are multiplied by."""
+        return self._decode
+
+    # Kept, since one scale mostly serves many calls, whose cost for few rows is their number of operations.
+    @cached_property
+    def _encode(self) -> Tensor:
         match self.convention:
             case "encode":
                 return self.value
@@ -89,8 +99,8 @@ class TensorScale:
             case "amax":
                 return self._or_one(_scalar(self.value, TENSOR_RANGE) / self.value)
 
-    def decode(self) -> Tensor:
-        """Give what codes times block scales are multiplied by."""
+    @cached_property
+    def _decode(self) -> Tensor:
         match self.convention:
             case "encode":
                 return self.value.reciprocal()
@@ -101,6 +111,8 @@ class TensorScale:
 
     def by_row(self, device: torch.device) -> TensorScale:
         """Give the same scale as a scalar or [r, 1, 1]."""
+        if not self.value.ndim and self.value.device == device:
+            return self
         value = self.value.to(device)
         return TensorScale(value.reshape(-1, 1, 1) if value.ndim else value, self.convention)
 
@@ -151,6 +163,21 @@ def quantize(
     return nearest(x, fmt, tensor_scale, order, site).to_codes()
 
 
+def quantize_dequantize(
+    x: Tensor,
+    fmt: BlockFormat = NVFP4,
+    *,
+    tensor_scale: TensorScale = ONE,
+    order: Order = Order.RECIPROCAL,
+    site: str = "",
+) -> tuple[Quantized, Tensor]:
+    """Give ``q = quantize(x, ...)`` and ``dequantize(q, x.dtype)``, bit for bit, for less than both calls.
+
+    Arguments and errors are those of `quantize`; neither result has a gradient.
+    """
+    return nearest(x, fmt, tensor_scale, order, site).to_both()
+
+
 def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
     """Give the values that codes and scales stand for: code * (block scale * tensor scale), [..., K]."""
     shape = (q.codes.shape[:-1].numel(), q.scales.shape[-1])
@@ -183,11 +210,8 @@ class Rounding:
         """Give codes and scales."""
         codes = torch.empty(self.rows.shape, dtype=torch.uint8, device=self.rows.device)
         for part, y, values in self._chunks():
-            # Of all packages, torchao alone gives -0 its sign; adding +0 takes it away.
-            signs = y if self.order is Order.TORCHAO else y.add_(0.0)
-            codes[part] = self.fmt.element.encode(values.copysign_(signs))
-        scales = self.fmt.scale.encode(self.scales).view(*self.shape[:-1], self.rows.shape[1])
-        return Quantized(codes.view(self.shape), scales, self.tensor_scale, self.fmt)
+            codes[part] = self.fmt.element.encode(self._signed(y, values))
+        return self._quantized(codes)
 
     def to_values(self) -> Tensor:
         """Give dequantised values in the tensor's dtype: `dequantize(to_codes())` without the codes."""
@@ -196,6 +220,26 @@ class Rounding:
         for part, _, values in self._chunks():
             out[part] = values.mul_(decode[part])
         return out.view(self.shape)
+
+    def to_both(self) -> tuple[Quantized, Tensor]:
+        """Give codes and scales, and what they stand for in the tensor's dtype."""
+        codes = torch.empty(self.rows.shape, dtype=torch.uint8, device=self.rows.device)
+        out = torch.empty(self.rows.shape, dtype=self.rows.dtype, device=self.rows.device)
+        decode = self.scales * self.tensor_scale.by_row(self.rows.device).decode()
+        for part, y, values in self._chunks():
+            signed = self._signed(y, values)
+            codes[part] = self.fmt.element.encode(signed)
+            out[part] = signed.mul_(decode[part])
+        return self._quantized(codes), out.view(self.shape)
+
+    def _signed(self, y: Tensor, values: Tensor) -> Tensor:
+        """Give `values` the signs that codes have; overwrites both."""
+        # Of all packages, torchao alone gives -0 its sign; adding +0 takes it away.
+        return values.copysign_(y if self.order is Order.TORCHAO else y.add_(0.0))
+
+    def _quantized(self, codes: Tensor) -> Quantized:
+        scales = self.fmt.scale.encode(self.scales).view(*self.shape[:-1], self.rows.shape[1])
+        return Quantized(codes.view(self.shape), scales, self.tensor_scale, self.fmt)
 
     def _chunks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Give some rows at a time: which, their scaled values, and those rounded."""
@@ -291,6 +335,10 @@ def _scale_factor(scales: Tensor, fmt: BlockFormat, tensor_scale: TensorScale, o
 
 _PATTERNS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 """Integers of the same size as the dtypes that can be quantised."""
+_INFINITY = {
+    dtype: int(torch.tensor(torch.inf, dtype=dtype).view(pattern)) for dtype, pattern in _PATTERNS.items()
+}
+"""Pattern of Inf, as such an integer; those of NaN without sign are above it."""
 
 
 def _block_amax(rows: Tensor, site: str) -> Tensor:
@@ -300,7 +348,7 @@ def _block_amax(rows: Tensor, site: str) -> Tensor:
     amax = patterns.new_empty(*rows.shape[:-1], 1)
     for part in _parts(rows):
         torch.amax(patterns[part] & torch.iinfo(patterns.dtype).max, -1, keepdim=True, out=amax[part])
-    if amax.numel() and not amax.max().view(rows.dtype).isfinite():
+    if amax.numel() and int(amax.max()) >= _INFINITY[rows.dtype]:
         raise NonFiniteError(site)
     return amax.view(rows.dtype).float()
 
@@ -313,7 +361,12 @@ def _parts(rows: Tensor) -> Iterator[slice]:
 
 def _scalar(like: Tensor, value: float) -> Tensor:
     """Give a scalar tensor: CUDA turns division by a Python number into multiplication by its reciprocal."""
-    return torch.full((), value, device=like.device)
+    return _scalar_on(value, like.device)
+
+
+@cache
+def _scalar_on(value: float, device: torch.device) -> Tensor:
+    return torch.full((), value, device=device)
 
 
 def _named(site: str) -> str:

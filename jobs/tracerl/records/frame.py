@@ -26,8 +26,12 @@ FORMAT_VERSION = 1
 FLAG_AUDIT = 1
 FLAG_PREFIX = 2
 _FIXED = struct.Struct("<8sHHIQIIIIIIIIQ32sHHHH")
+_HEADER_BYTES_FIELD, _ZERO_BLOCKS_FIELD = 3, 11
 _SECTION_FIELDS = "IHHQQQfI"
 _SECTION_BYTES = struct.calcsize(f"<{_SECTION_FIELDS}")
+# An entry of the section table as a reader takes it apart: its place, the hash, the rest.
+_SECTION_PLACE, _SECTION_REST = struct.Struct("<IHHQQ"), struct.Struct("<fI")
+_SECTION_PARTS = f"{_SECTION_PLACE.size}sQ{_SECTION_REST.size}s"
 _ZERO_BLOCK_BYTES = 12
 _HASH_BYTES = 8
 _STRING_ALIGNMENT = 8
@@ -105,17 +109,38 @@ class Section(NamedTuple):
     tensor_scale: float
 
 
+class Places(NamedTuple):
+    """All of a section table but the hashes, a column each."""
+
+    slices: tuple[SiteSlice, ...]
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    tensor_scales: tuple[float, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class FrameInfo:
-    """A verified header: identity, what the sections hold, the sections, and where everything is."""
+    """A verified header: identity, where the sections are and what they hold, and where the rest is."""
 
     header: FrameHeader
-    slices: tuple[SiteSlice, ...]
-    sections: tuple[Section, ...]
+    places: Places
+    hashes: tuple[int, ...]
+    """XXH3-64 of each section."""
     header_bytes: int
     zero_blocks: int
     zero_blocks_xxh3: int
     length: int
+
+    @property
+    def slices(self) -> tuple[SiteSlice, ...]:
+        """What the sections hold."""
+        return self.places.slices
+
+    @property
+    def sections(self) -> tuple[Section, ...]:
+        """The sections."""
+        slices, offsets, lengths, scales = self.places
+        return tuple(map(Section, slices, offsets, lengths, self.hashes, scales))
 
     @property
     def preamble_bytes(self) -> int:
@@ -208,6 +233,21 @@ def encode_frame(
     return b"".join((head, struct.pack("<Q", xxhash.xxh3_64_intdigest(head)), *body))
 
 
+def frame_bytes(table: SiteTable, rows: int, slices: Sequence[SiteSlice], *, names: int) -> int:
+    """Length of a frame of `rows` rows without zero blocks; its three names take `names` bytes together."""
+    length = _FIXED.size + _align(names, _STRING_ALIGNMENT) + _SECTION_BYTES * len(slices) + _HASH_BYTES
+    for width in table.layout(tuple(slices)).widths:
+        length = _align(length, _SECTION_ALIGNMENT) + rows * width
+    return length
+
+
+def frame_bytes_bound(table: SiteTable, rows: int, zero_blocks: int, *, names: int) -> int:
+    """Give a length that no frame of all sites exceeds, for less than the exact one; `names` as above."""
+    header = _FIXED.size + names + _STRING_ALIGNMENT + _HASH_BYTES
+    sections = (_SECTION_BYTES + _SECTION_ALIGNMENT) * len(table.sites)
+    return header + sections + _ZERO_BLOCK_BYTES * zero_blocks + table.row_bytes * rows
+
+
 def _check_header(header: FrameHeader, table: SiteTable) -> list[bytes]:
     """Check what a writer gives; returns the three names as UTF-8."""
     if header.table_digest != table.digest:
@@ -270,6 +310,20 @@ def _zero_blocks_fit(
     if not bool(((row >= 0) & (row < rows) & (index >= 0) & (index < len(table.sites))).all()):
         return False
     return bool(((block >= low[index]) & (block < high[index])).all())
+
+
+def preamble_length(buffer: Buffer) -> int:
+    """Bytes of header and zero-block list, as yet unverified, of which `buffer` holds the start.
+
+    FrameError ``checksum`` when it ends before it says so.
+    """
+    view = memoryview(buffer).cast("B")
+    if len(view) < _FIXED.size:
+        raise FrameError("checksum", f"the frame ends inside its header, after {len(view)} bytes")
+    fields = _FIXED.unpack_from(view)
+    header_bytes: int = fields[_HEADER_BYTES_FIELD]
+    zero_blocks: int = fields[_ZERO_BLOCKS_FIELD]
+    return header_bytes + zero_blocks * _ZERO_BLOCK_BYTES
 
 
 def read_header(buffer: Buffer) -> FrameInfo:
@@ -338,18 +392,15 @@ def read_header(buffer: Buffer) -> FrameInfo:
         prefix=subject if flags & FLAG_PREFIX else None,
         audit=bool(flags & FLAG_AUDIT),
     )
-    fields = struct.unpack_from(f"<{_SECTION_FIELDS * section_count}", view, _FIXED.size + names_bytes)
-    site, start, stop, offset, size, xxh3, scale, zero = (fields[column::8] for column in range(8))
-    slices = _slices(
-        (site, start, stop, zero),
-        scale,
-        tuple(zip(offset, size, strict=True)),
+    fields = struct.unpack_from(f"<{_SECTION_PARTS * section_count}", view, _FIXED.size + names_bytes)
+    places = _places(
+        fields[::3],
+        fields[2::3],
         rows=row_stop - row_start,
         after=header_bytes + zero_blocks * _ZERO_BLOCK_BYTES,
         length=length,
     )
-    sections = tuple(map(Section, slices, offset, size, xxh3, scale))
-    return FrameInfo(header, slices, sections, header_bytes, zero_blocks, zero_blocks_xxh3, length)
+    return FrameInfo(header, places, fields[1::3], header_bytes, zero_blocks, zero_blocks_xxh3, length)
 
 
 def _strings(names: memoryview, sizes: Sequence[int]) -> list[str]:
@@ -368,23 +419,20 @@ def _strings(names: memoryview, sizes: Sequence[int]) -> list[str]:
 
 
 @lru_cache(maxsize=_MAX_LAYOUTS)
-def _slices(
-    pieces: tuple[tuple[int, ...], ...],
-    scales: tuple[float, ...],
-    places: tuple[tuple[int, int], ...],
-    *,
-    rows: int,
-    after: int,
-    length: int,
-) -> tuple[SiteSlice, ...]:
-    """Check all of the sections but their hashes; remembered, since most frames of a run look the same.
+def _places(
+    before: tuple[bytes, ...], behind: tuple[bytes, ...], *, rows: int, after: int, length: int
+) -> Places:
+    """Read and check all of the sections but their hashes; remembered, since most frames look the same.
 
-    pieces: site, start, stop and reserved field of every section; places: its offset and length; `after` is
-    where the bytes before the first section end, `length` the frame's.
+    before, behind: the bytes of each section's entry before and behind its hash; `after` is where the bytes
+    before the first section end, `length` the frame's.
     """
     slices: list[SiteSlice] = []
+    offsets, lengths, scales = [], [], []
     last, end = -1, after
-    for site, start, stop, reserved, scale, (offset, size) in zip(*pieces, scales, places, strict=True):
+    for place, rest in zip(before, behind, strict=True):
+        site, start, stop, offset, size = _SECTION_PLACE.unpack(place)
+        scale, reserved = _SECTION_REST.unpack(rest)
         if reserved or start >= stop or size % rows or not 0 <= scale < float("inf"):
             raise FrameError("shape", f"section {len(slices)} contradicts itself")
         if site <= last:
@@ -393,10 +441,13 @@ def _slices(
         if offset != end:
             raise FrameError("shape", f"a section lies at byte {offset} instead of {end}")
         slices.append(SiteSlice(site, start, stop))
+        offsets.append(offset)
+        lengths.append(size)
+        scales.append(scale)
         last, end = site, end + size
     if end != length:
         raise FrameError("shape", f"the frame's length is given as {length} instead of {end} bytes")
-    return tuple(slices)
+    return Places(tuple(slices), tuple(offsets), tuple(lengths), tuple(scales))
 
 
 def check_table(info: FrameInfo, table: SiteTable) -> None:
@@ -408,24 +459,28 @@ def check_table(info: FrameInfo, table: SiteTable) -> None:
     except ValueError as error:
         raise FrameError("shape", str(error)) from None
     rows = info.header.rows
-    for section, width, scale in zip(info.sections, layout.widths, layout.tensor_scales, strict=True):
-        if section.length != rows * width:
-            raise FrameError("shape", f"{section.length} bytes are not {rows} rows of {width} bytes")
-        if section.tensor_scale != scale and (
-            scale is not None or not 0 < section.tensor_scale < float("inf")
-        ):
-            raise FrameError("shape", f"a section has a tensor scale of {section.tensor_scale}")
+    for length, width in zip(info.places.lengths, layout.widths, strict=True):
+        if length != rows * width:
+            raise FrameError("shape", f"{length} bytes are not {rows} rows of {width} bytes")
+    if info.places.tensor_scales == layout.tensor_scales:
+        return
+    for found, scale in zip(info.places.tensor_scales, layout.tensor_scales, strict=True):
+        if found != scale and (scale is not None or not 0 < found < float("inf")):
+            raise FrameError("shape", f"a section has a tensor scale of {found}")
 
 
 def section_payload(info: FrameInfo, section: Section, data: Buffer) -> NDArray[np.uint8]:
     """Verify one section fetched by its own (offset, length); returns uint8 [rows, bytes a row], a view."""
-    return _payload(info.header.rows, section, memoryview(data).cast("B"))
+    view = memoryview(data).cast("B")
+    if len(view) != section.length:
+        raise FrameError("checksum", f"the section of site {section.slice.site} is damaged: not whole")
+    return _payload(info.header.rows, section.slice, section.xxh3, view)
 
 
-def _payload(rows: int, section: Section, view: memoryview) -> NDArray[np.uint8]:
-    if len(view) != section.length or xxhash.xxh3_64_intdigest(view) != section.xxh3:
-        raise FrameError("checksum", f"the section of site {section.slice.site} is damaged")
-    return np.ndarray((rows, section.length // rows), np.uint8, view)
+def _payload(rows: int, piece: SiteSlice, xxh3: int, view: memoryview) -> NDArray[np.uint8]:
+    if xxhash.xxh3_64_intdigest(view) != xxh3:
+        raise FrameError("checksum", f"the section of site {piece.site} is damaged")
+    return np.ndarray((rows, len(view) // rows), np.uint8, view)
 
 
 def read_zero_blocks(info: FrameInfo, preamble: Buffer, table: SiteTable | None = None) -> NDArray[np.int64]:
@@ -462,10 +517,10 @@ def decode_frame(buffer: Buffer, table: SiteTable | None = None) -> Frame:
         check_table(info, table)
     zero_blocks = read_zero_blocks(info, view, table)
     payloads, end, rows = [], info.preamble_bytes, info.header.rows
-    for section in info.sections:
-        start = section.offset
-        if view[end:start] != _ZEROS[: start - end]:
+    slices, offsets, lengths, _ = info.places
+    for piece, start, length, xxh3 in zip(slices, offsets, lengths, info.hashes, strict=True):
+        if start != end and view[end:start] != _ZEROS[: start - end]:
             raise FrameError("checksum", "the padding before a section is not 0")
-        end = start + section.length
-        payloads.append(_payload(rows, section, view[start:end]))
+        end = start + length
+        payloads.append(_payload(rows, piece, xxh3, view[start:end]))
     return Frame(info, tuple(payloads), zero_blocks)

@@ -8,7 +8,7 @@ ever changes a result silently: a row is bit-equal to what was recorded, or abse
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from tracerl.records.rows import impossible
 from tracerl.records.sites import Site, SiteSlice, SiteTable
 
 MISSING_REASONS = ("missing", "checksum", "version", "site_table", "shape")
+_NO_ZERO_BLOCKS = np.zeros((0, 3), np.int64)
 _REASON_CODE = {reason: code for code, reason in enumerate(MISSING_REASONS, start=1)}
 
 
@@ -93,9 +94,9 @@ class TrajectoryRecords:
     rows uint8 [n_rows, table.row_bytes], 0 where absent; present bool [n_rows, sites]; versions int32
     [n_rows], -1 where no site is present; zero_blocks int64 [m, 3] as (row, site index, block), sorted;
     tensor_scales float32 [n_rows, sites] when the table has PerVersion sites, else None. `missing` counts
-    rows of which any site is absent, each once, by reason; `bytes` are those of all frames read; `mixed`
-    counts rows whose next token was sampled under another version than the last token, so that no single
-    forward pass matches both what was sampled and what was attended.
+    rows of which any site is absent, each once, by reason; `bytes` are those of the frames fetched for it;
+    `mixed` counts rows whose next token was sampled under another version than the last token, so that no
+    single forward pass matches both what was sampled and what was attended.
     """
 
     table: SiteTable
@@ -141,14 +142,16 @@ def assemble(
     run_id: str,
     trajectory: str,
     reprefill: Reprefill = Reprefill.AS_SAMPLED,
+    opened: MutableMapping[Handle, Frame] | None = None,
 ) -> TrajectoryRecords:
     """Put the frames of one trajectory together; entries whose `audit` is not the table's are left out.
 
     `tokens` counts prompt and response; `token_versions` holds the version that sampled each response token.
     `trajectory` is the id that frames (other than prefixes) must carry. `fetch` returns the bytes of a handle
-    and may raise TraceRLError or OSError when it cannot. Bad records never raise: their rows are missing. A
-    trajectory without a response token (aborted) needs no rows, so none are present and none missing.
-    ValueError when the counts contradict each other.
+    and may raise TraceRLError or OSError when it cannot. `opened` holds frames that were verified under the
+    same table before; prefixes that are fetched are added to it, since other trajectories may share them. Bad
+    records never raise: their rows are missing. A trajectory without a response token (aborted) needs no
+    rows, so none are present and none missing. ValueError when the counts contradict each other.
     """
     if not 0 <= prompt_tokens <= tokens or len(token_versions) != tokens - prompt_tokens:
         raise ValueError(
@@ -158,13 +161,13 @@ def assemble(
     if token_versions and not 0 <= min(token_versions) <= max(token_versions) < 2**31:
         raise ValueError("a policy version is a number from 0 to 2**31 - 1")
     required = required_versions(tokens, prompt_tokens, token_versions, reprefill)
-    work = _Assembly(table, required)
+    work = _Assembly(table, required, {} if opened is None else opened)
     if token_versions:
         for entry in entries:
             if entry.audit is table.audit:
                 work.add(entry, fetch, job_uid, run_id, trajectory)
     mixed = 0
-    if len(set(token_versions)) > 1:
+    if token_versions and token_versions.count(token_versions[-1]) < len(token_versions):
         sampled = required_versions(tokens, prompt_tokens, token_versions, Reprefill.AS_SAMPLED)
         mixed = int(np.count_nonzero(sampled != token_versions[-1]))
     return work.finish(wanted=bool(token_versions), mixed=mixed)
@@ -178,9 +181,12 @@ class _Assembly:
     can tell which is right.
     """
 
-    def __init__(self, table: SiteTable, required: NDArray[np.int32]) -> None:
+    def __init__(
+        self, table: SiteTable, required: NDArray[np.int32], opened: MutableMapping[Handle, Frame]
+    ) -> None:
         self.table = table
         self.required = required
+        self.opened = opened
         n, sites = len(required), len(table.sites)
         self.rows = np.zeros((n, table.row_bytes), dtype=np.uint8)
         self.fault = np.zeros(n, dtype=np.uint8)
@@ -207,20 +213,13 @@ class _Assembly:
             return
         span = slice(start, stop)
         try:
-            parts = parse_handle(entry.handle)
-            data = fetch(entry.handle)
-        except (TraceRLError, OSError):
-            self.fail(span, "missing")
-            return
-        self.bytes += len(data)
-        if len(data) != parts.length or xxhash.xxh3_64_intdigest(data) != parts.xxh3:
-            self.fail(span, "checksum")
-            return
-        try:
-            frame = decode_frame(data, self.table)
+            frame = self.opened.get(entry.handle) or self.open(entry.handle, fetch)
             _check_identity(frame, entry, job_uid, run_id, trajectory)
         except FrameError as error:
             self.fail(span, "missing" if error.reason == "run" else error.reason)
+            return
+        except (TraceRLError, OSError):
+            self.fail(span, "missing")
             return
         fits = self.required[span] == frame.header.version
         if np.count_nonzero(fits) == len(fits):
@@ -232,10 +231,23 @@ class _Assembly:
         for first, last in edges.reshape(-1, 2).tolist():
             self.take(frame, slice(start + first, start + last))
 
+    def open(self, handle: Handle, fetch: Callable[[Handle], memoryview]) -> Frame:
+        parts = parse_handle(handle)
+        data = fetch(handle)
+        self.bytes += len(data)
+        if len(data) != parts.length or xxhash.xxh3_64_intdigest(data) != parts.xxh3:
+            raise FrameError("checksum", "the bytes are not those that the handle names")
+        frame = decode_frame(data, self.table)
+        if frame.header.prefix is not None:
+            self.opened[handle] = frame
+        return frame
+
     def fail(self, rows: slice | NDArray[np.intp], reason: str) -> None:
         self.fault[rows] = np.where(self.fault[rows] == 0, _REASON_CODE[reason], self.fault[rows])
 
     def take(self, frame: Frame, target: slice) -> None:
+        if not frame.info.slices:
+            return  # a rank's part of which the reader selected no site
         first = frame.header.row_start
         source = slice(target.start - first, target.stop - first)
         if self.table.layout(frame.info.slices).whole:
@@ -250,10 +262,10 @@ class _Assembly:
         else:
             self.take_slices(frame, target, source)
         if self.scales is not None and self.conflicts is not None:
-            for section in frame.info.sections:
-                known = self.scales[target, section.slice.site]
-                self.conflicts[target, section.slice.site] |= (known != 0) & (known != section.tensor_scale)
-                self.scales[target, section.slice.site] = section.tensor_scale
+            for piece, scale in zip(frame.info.slices, frame.info.places.tensor_scales, strict=True):
+                known = self.scales[target, piece.site]
+                self.conflicts[target, piece.site] |= (known != 0) & (known != scale)
+                self.scales[target, piece.site] = scale
         if len(frame.zero_blocks):
             found = frame.zero_blocks + np.array([first, 0, 0])
             inside = (found[:, 0] >= target.start) & (found[:, 0] < target.stop)
@@ -262,15 +274,15 @@ class _Assembly:
     def take_slices(self, frame: Frame, target: slice, source: slice) -> None:
         if self.groups_held is None:
             self.groups_held = np.zeros((len(self.required), self.table.first_group[-1]), dtype=np.uint8)
-        for section, payload in zip(frame.info.sections, frame.payloads, strict=True):
-            index, start, stop = section.slice
+        for piece, payload in zip(frame.info.slices, frame.payloads, strict=True):
+            index, start, stop = piece
             site = self.table.sites[index]
             held = slice(self.table.first_group[index] + start, self.table.first_group[index] + stop)
             self.groups_held[target, held] = np.minimum(self.groups_held[target, held] + 1, 2)
             columns = slice(self.table.columns[index], self.table.columns[index + 1])
             part = payload[source]
             if stop - start < site.groups:
-                part = _merge(site, section.slice, self.rows[target, columns], part)
+                part = _merge(site, piece, self.rows[target, columns], part)
             self.rows[target, columns] = part
 
     def finish(self, *, wanted: bool, mixed: int) -> TrajectoryRecords:
@@ -283,21 +295,24 @@ class _Assembly:
             most = np.maximum.reduceat(held, starts, axis=1)
         once = least == 1
         wrong = impossible(self.table, self.rows)
-        wrong &= once
-        wrong |= most > 1
-        if self.conflicts is not None:
-            wrong |= self.conflicts
-        if np.count_nonzero(wrong):
-            self.fail(np.flatnonzero(wrong.any(axis=1)), "shape")
-        present = once & ~wrong
         missing: Counter[str] = Counter()
         versions = self.required
-        if not np.count_nonzero(present) == present.size > 0:
+        held_once = least is most and np.count_nonzero(once) == once.size
+        if held_once and self.conflicts is None and not np.count_nonzero(wrong):
+            present = np.ones(wrong.shape, dtype=np.bool_)
+        else:
+            wrong &= once
+            wrong |= most > 1
+            if self.conflicts is not None:
+                wrong |= self.conflicts
+            if np.count_nonzero(wrong):
+                self.fail(np.flatnonzero(wrong.any(axis=1)), "shape")
+            present = once & ~wrong
             self.erase(~present)
             if wanted:
                 missing = self.count(np.flatnonzero(~present.all(axis=1)))
             versions = np.where(present.any(axis=1), self.required, np.int32(-1))
-        zero_blocks = np.zeros((0, 3), np.int64)
+        zero_blocks = _NO_ZERO_BLOCKS
         if self.zero_blocks:
             zero_blocks = np.unique(np.concatenate(self.zero_blocks), axis=0)
             zero_blocks = zero_blocks[present[zero_blocks[:, 0], zero_blocks[:, 1]]]

@@ -26,22 +26,20 @@ def pack_rows(site: Site, quantized: Quantized) -> tuple[Tensor, Tensor]:
             f"{site.name} takes codes [n, {site.dim}] and scales [n, {site.blocks}], "
             f"not {list(codes.shape)} and {list(scales.shape)}"
         )
-    rows = torch.empty((n, site.row_bytes), dtype=torch.uint8, device=codes.device)
-    stop = site.code_bytes + site.scale_bytes
-    rows[:, : site.code_bytes] = pack_bits(codes, site.code_bits)
-    rows[:, site.code_bytes : stop] = pack_bits(scales, site.scale_bits)
-    if stop < site.row_bytes:
-        scale = quantized.tensor_scale.value.float().expand(n, 1).contiguous()
-        rows[:, stop:] = scale.view(torch.uint8)
-    return rows, (scales == 0).nonzero()
+    parts = [pack_bits(codes, site.code_bits), pack_bits(scales, site.scale_bits)]
+    if site.tensor_scale == TensorScaleRule.PER_TOKEN:
+        parts.append(quantized.tensor_scale.value.float().expand(n, 1).contiguous().view(torch.uint8))
+    return torch.cat(parts, dim=1), (scales == 0).nonzero()
 
 
 def pack_routes(site: Site, ids: Tensor) -> Tensor:
     """Pack expert ids int [n, top_k] to uint8 [n, row_bytes]; ValueError for an id outside 0..experts-1."""
     if ids.ndim != 2 or ids.shape[1] != site.dim:
         raise ValueError(f"{site.name} takes expert ids [n, {site.dim}], not {list(ids.shape)}")
-    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < site.experts:
-        raise ValueError(f"{site.name} has expert ids outside 0..{site.experts - 1}")
+    if ids.numel():
+        least, most = ids.aminmax()
+        if not 0 <= int(least) <= int(most) < site.experts:
+            raise ValueError(f"{site.name} has expert ids outside 0..{site.experts - 1}")
     low = (ids & 0xFF).to(torch.uint8)
     if site.format == "U8":
         return low

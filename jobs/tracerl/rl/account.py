@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from tracerl.api.constants import Reason
 from tracerl.api.errors import JobError
 from tracerl.api.job import Expect
-from tracerl.engines.base import EngineStats
+from tracerl.engines.base import EngineStats, RecordCounts
 from tracerl.rl.steprecord import (
     Expectation,
     Lengths,
@@ -21,8 +21,10 @@ from tracerl.rl.steprecord import (
     Staleness,
     StepRecord,
     StepSeconds,
+    Transport,
 )
 from tracerl.rl.train import Group, Sample, StepOutcome
+from tracerl.transport.base import Usage
 
 
 class Totals(BaseModel):
@@ -146,21 +148,35 @@ def broken(found: Sequence[Expectation]) -> JobError | None:
     )
 
 
-def count_records(samples: Sequence[Sample]) -> Records:
-    """Sum up what the trajectories of a step brought as records."""
-    found = [sample.trajectory.records for sample in samples if sample.trajectory.records is not None]
-    missing: Counter[str] = Counter()
-    for records in found:
-        missing.update(records.missing)
-    total_bytes, rows = sum(records.bytes for records in found), sum(records.n_rows for records in found)
+def records_of(counts: RecordCounts) -> Records:
+    """Say what the trajectories of a step brought as records."""
     return Records(
-        bytes=total_bytes,
-        audit_bytes=sum(s.trajectory.audit.bytes for s in samples if s.trajectory.audit is not None),
-        rows=rows,
-        rows_missing=sum(missing.values()),
-        missing_by_reason=dict(missing),
-        bytes_per_token=_ratio(total_bytes, rows),
-        frames=sum(sample.frames for sample in samples),
+        bytes=counts.bytes,
+        audit_bytes=counts.audit_bytes,
+        rows=counts.rows,
+        rows_missing=counts.missing.total(),
+        missing_by_reason=dict(counts.missing),
+        bytes_per_token=_ratio(counts.bytes, counts.rows),
+        frames=counts.frames,
+    )
+
+
+def transport_of(usage: Usage, read: Mapping[str, int], waits: int) -> Transport:
+    """Say what the stores hold, and how frames were read: `read` is how counters of the sources grew."""
+
+    def by_path(prefix: str) -> dict[str, int]:
+        return {k.removeprefix(prefix): n for k, n in read.items() if k.startswith(prefix) and n}
+
+    nanoseconds = by_path("read_nanoseconds_")
+    return Transport(
+        capacity_bytes=usage.capacity_bytes,
+        held_bytes=usage.held_bytes,
+        frames=usage.frames,
+        frame_bytes=usage.frame_bytes,
+        read_bytes=by_path("read_bytes_"),
+        read_seconds={path: count / 1e9 for path, count in nanoseconds.items()},
+        retries=sum(count for name, count in read.items() if name.endswith("_retries")),
+        waits=waits,
     )
 
 
@@ -183,7 +199,7 @@ def step_record(
     context: StepContext,
     groups: Sequence[Group],
     outcome: StepOutcome,
-    records: Records,
+    transport: Transport | None,
     seconds: Mapping[str, float],
 ) -> StepRecord:
     """Put a step's record together; `seconds` has the fields of `StepSeconds` that took any time."""
@@ -191,10 +207,8 @@ def step_record(
     prompts = [sample.trajectory.prompt_tokens for sample in samples]
     responses = [sample.response_tokens for sample in samples]
     engine = outcome.engine
-    parts = StepSeconds(
-        **{name: seconds.get(name, 0.0) for name in StepSeconds.model_fields if name != "unpack"},
-        unpack=engine.unpack_seconds,
-    )
+    measured = {**seconds, "load": engine.records.wait_seconds, "unpack": engine.unpack_seconds}
+    parts = StepSeconds(**{name: measured.get(name, 0.0) for name in StepSeconds.model_fields})
     overhead = _overhead(samples, engine, parts, guided=context.guided)
     return StepRecord(
         run_id=context.run_id,
@@ -226,7 +240,8 @@ def step_record(
             response_max=max(responses),
         ),
         finish_reasons=dict(sorted(Counter(sample.finish_reason for sample in samples).items())),
-        records=records,
+        records=records_of(engine.records),
+        transport=transport,
         routes_missing=engine.routes_missing,
         mismatch=tuple(
             SiteMismatch(
@@ -256,8 +271,8 @@ def _overhead(
         name: sum(sample.rollout_seconds.get(name, 0.0) for sample in samples)
         for name in ("capture", "pack", "put")
     }
-    fetch = sum(sample.fetch_seconds for sample in samples)
-    unpack = sum(sample.unpack_seconds for sample in samples) + engine.unpack_seconds
+    fetch = engine.records.fetch_seconds
+    unpack = engine.records.unpack_seconds + engine.unpack_seconds
     records = sum(rollout.values()) + fetch + unpack
     extra_forward = parts.forward_old_unguided if guided else 0.0
     critical_path = parts.total - parts.evaluate - parts.checkpoint

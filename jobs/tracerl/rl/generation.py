@@ -1,4 +1,4 @@
-"""Groups of trajectories: asked for, rewarded, records fetched, handed out under the staleness bound.
+"""Groups of trajectories: asked for, rewarded, handed out under the staleness bound with all their frames.
 
 What is generated never depends on timing: group g asks the prompt at position g of the data order, and sample
 j of it draws from a seed made of (job seed, g, j), also when it is generated again.
@@ -7,10 +7,12 @@ j of it draws from a seed made of (job seed, g, j), also when it is generated ag
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -20,17 +22,20 @@ from tracerl.api.frames import Handle
 from tracerl.api.job import Algorithm, Retention, Spec, Staleness
 from tracerl.engines.base import Trajectory
 from tracerl.engines.client import Generation, Sampling
-from tracerl.records.pairing import TrajectoryRecords, assemble
-from tracerl.records.sites import SiteTable
-from tracerl.rl.rollouts import ReplicaLostError, Rollouts
+from tracerl.rl.loading import RecordLoader
+from tracerl.rl.rollouts import ReplicaLostError, Report, Rollouts
 from tracerl.rl.tasks import Item, Task
 from tracerl.rl.tokenizer import Tokenizer
 from tracerl.rl.train import Group, Sample
-from tracerl.transport.base import Transport
+from tracerl.transport.base import FrameSource, TransportError
 
 _ATTEMPTS = 16
 """A request that is lost or aborted this often ends the job: something keeps doing it."""
 _PAUSE_SECONDS = 0.2
+_REGENERATIONS = 3
+"""A group whose frames were lost this often is trained on as it is: its rows are missing, and counted."""
+_LOOK_SECONDS = 1.0
+"""How long to wait before a congested store is looked at again, when nothing arrives meanwhile."""
 
 Spawn = Callable[[Coroutine[Any, Any, None]], object]
 """Runs a coroutine beside the loop; an error in it ends the loop."""
@@ -49,24 +54,25 @@ class Generator:
         self,
         spec: Spec,
         *,
-        job_uid: str,
         run_id: str,
         task: Task,
         tokenizer: Tokenizer,
         rollouts: Rollouts,
-        transport: Transport,
-        table: SiteTable,
-        audit_table: SiteTable,
+        source: FrameSource,
+        loader: RecordLoader | None,
+        report: Report,
     ) -> None:
+        """`loader` is that of the one process that trains: it loads what arrives. None where several do."""
         self._spec = spec
-        self._job_uid, self._run_id = job_uid, run_id
+        self._run_id = run_id
         self._task, self._tokenizer = task, tokenizer
-        self._rollouts, self._transport = rollouts, transport
-        self._table, self._audit_table = table, audit_table
-        self._handles: dict[str, list[Handle]] = {}
+        self._rollouts, self._source, self._loader = rollouts, source, loader
+        self._report = report
+        self._regenerated: Counter[int] = Counter()
+        self._told_congested = False
 
     async def groups(self, indices: Sequence[int]) -> list[Group]:
-        """Generate groups with one request to one replica, score them and fetch their records."""
+        """Generate groups with one request to one replica, and score them."""
         algorithm = self._spec.algorithm
         items = await asyncio.to_thread(self._task.train, indices)
         each = range(algorithm.samples_per_prompt)
@@ -76,19 +82,25 @@ class Generator:
             for index in indices
             for sample in each
         ]
-        ids = [f"{self._run_id}-{index}-{sample}" for index in indices for sample in each]
+        # Frames of what is generated again must not be taken for those of the attempt before.
+        ids = [
+            f"{self._run_id}-{index}-{sample}-{self._regenerated[index]}"
+            for index in indices
+            for sample in each
+        ]
         owners = [item for item in items for _ in each]
-        for attempt in range(_ATTEMPTS):
-            generations, instance = await self._generate(
-                indices[0], prompts, sampling, [f"{id}-{attempt}" for id in ids]
-            )
-            generated_at = time.perf_counter()
-            rewards = await asyncio.to_thread(self._score, owners, generations)
-            samples = await asyncio.to_thread(self._samples, prompts, generations, rewards)
-            if not _lacks_frames(samples) or not await self._rollouts.lost_since(indices[0], instance):
-                break
-            # The records went with the process that wrote them: generate again rather than train without.
-            await asyncio.to_thread(self._drop, generations)
+        generations = await self._generate(indices[0], prompts, sampling, ids)
+        generated_at = time.perf_counter()
+        trajectories = [
+            _trajectory(prompt, generation) for prompt, generation in zip(prompts, generations, strict=True)
+        ]
+        if self._loader is not None:
+            self._loader.prefetch(trajectories)
+        rewards = await asyncio.to_thread(self._score, owners, generations)
+        samples = [
+            Sample(trajectory, reward, generation.finish_reason, generation.seconds)
+            for trajectory, reward, generation in zip(trajectories, rewards, generations, strict=True)
+        ]
         return [
             Group(index, item, samples[n * len(each) : (n + 1) * len(each)], generated_at)
             for n, (index, item) in enumerate(zip(indices, items, strict=True))
@@ -123,21 +135,55 @@ class Generator:
             )
         )
         owners = [item for replica in range(replicas) for item in items[replica::replicas]]
-        generations = [generation for part, _ in parts for generation in part]
+        generations = [generation for part in parts for generation in part]
         rewards = await asyncio.to_thread(self._score, owners, generations)
-        await asyncio.to_thread(self._drop, generations)
+        await self._drop(generations)
         return sum(rewards) / len(rewards)
 
     async def release(self, groups: Iterable[Group]) -> None:
         """Let the records of trajectories go: trained on, or dropped. Other retentions keep them."""
-        handles = [
-            handle
-            for group in groups
-            for sample in group.samples
-            for handle in self._handles.pop(sample.trajectory.id, ())
-        ]
+        trajectories = [sample.trajectory for group in groups for sample in group.samples]
+        if self._loader is not None:
+            self._loader.drop([trajectory.id for trajectory in trajectories])
         if self._spec.transport.object.retention is Retention.TRAINED:
-            await asyncio.to_thread(self._release, handles)
+            # A prefix of several trajectories has a reference of each of them.
+            await self._release([entry.handle for t in trajectories for entry in t.entries])
+
+    async def congested(self) -> bool:
+        """Tell whether new prompts should wait because a record store has little room."""
+        congested = (await asyncio.to_thread(self._source.usage)).congested
+        if congested and not self._told_congested:
+            self._told_congested = True
+            self._report(
+                Reason.RECORD_STORE_FULL,
+                "a record store has little room (or does not answer), so prompts wait until a step releases "
+                "records; if the trainer waits for them, raise spec.transport.ring.size or set spillPath",
+            )
+        return congested
+
+    async def incomplete(self, groups: Sequence[Group]) -> list[Group]:
+        """Find groups of which a frame cannot be read any more, for example since its store was restarted.
+
+        Those that were generated again too often are not among them.
+        """
+        handles = [[e.handle for s in group.samples for e in s.trajectory.entries] for group in groups]
+        asked = list(dict.fromkeys(handle for part in handles for handle in part))
+        present = dict(zip(asked, await asyncio.to_thread(self._source.present, asked), strict=True))
+        return [
+            group
+            for group, part in zip(groups, handles, strict=True)
+            if self._regenerated[group.index] < _REGENERATIONS and not all(present[h] for h in part)
+        ]
+
+    async def give_up(self, groups: Sequence[Group]) -> None:
+        """Let go of groups that are incomplete and will be generated again."""
+        for group in groups:
+            self._regenerated[group.index] += 1
+        self._report(
+            Reason.RECORD_STORE_RESTARTED,
+            f"records of {len(groups)} finished groups were lost with their store; they are generated again",
+        )
+        await self.release(groups)
 
     async def _generate(
         self,
@@ -145,23 +191,37 @@ class Generator:
         prompts: Sequence[list[int]],
         sampling: Sequence[Sampling],
         ids: Sequence[str],
-    ) -> tuple[list[Generation], str | None]:
-        """Generate until nothing of it was lost or aborted; returns the instance that did it too."""
+    ) -> list[Generation]:
+        """Generate until nothing of it was lost or aborted."""
         for attempt in range(_ATTEMPTS):
+            tried = [f"{id}-{attempt}" for id in ids]
             try:
-                found, instance = await self._rollouts.generate(
-                    replica, prompts, sampling, [f"{id}-{attempt}" for id in ids]
-                )
+                found = await self._rollouts.generate(replica, prompts, sampling, tried)
             except ReplicaLostError:
+                await self._tell(self._source.forget, tried)
                 await asyncio.sleep(_PAUSE_SECONDS)
                 continue
             if all(generation.finish_reason != "abort" and generation.tokens for generation in found):
-                return found, instance
-            await asyncio.to_thread(self._drop, found)
+                return found
+            await self._drop(found)
+            await self._tell(self._source.forget, tried)
         raise JobError(
             Reason.ROLLOUT_FAILED,
             f"generation of {ids[0]} was lost or aborted {_ATTEMPTS} times; see the rollouts' logs",
         )
+
+    async def _drop(self, generations: Sequence[Generation]) -> None:
+        await self._release([entry.handle for generation in generations for entry in generation.records])
+
+    async def _release(self, handles: Sequence[Handle]) -> None:
+        await self._tell(self._source.release, handles)
+
+    async def _tell(self, what: Callable[[Sequence[Any]], None], values: Sequence[Any]) -> None:
+        """Tell the stores what to drop; what one does not hear of is dropped when the next run starts."""
+        try:
+            await asyncio.to_thread(what, values)
+        except TransportError as error:
+            self._report(Reason.TRANSPORT_FAILED, str(error))
 
     def _sampling(self, temperature: float, seed: int) -> Sampling:
         return Sampling(
@@ -174,75 +234,16 @@ class Generator:
     def _score(self, items: Sequence[Item], generations: Sequence[Generation]) -> list[float]:
         return self._task.score(items, [self._tokenizer.decode(g.tokens) for g in generations])
 
-    def _samples(
-        self, prompts: Sequence[list[int]], generations: Sequence[Generation], rewards: Sequence[float]
-    ) -> list[Sample]:
-        return [self._sample(*parts) for parts in zip(prompts, generations, rewards, strict=True)]
 
-    def _sample(self, prompt: list[int], generation: Generation, reward: float) -> Sample:
-        fetching = 0.0
-
-        def fetch(handle: Handle) -> memoryview:
-            nonlocal fetching
-            start = time.thread_time()
-            try:
-                return self._transport.get(handle)
-            finally:
-                fetching += time.thread_time() - start
-
-        start = time.thread_time()
-
-        def collect(table: SiteTable) -> TrajectoryRecords:
-            return assemble(
-                generation.records,
-                fetch,
-                table,
-                tokens=len(prompt) + len(generation.tokens),
-                prompt_tokens=len(prompt),
-                token_versions=generation.versions,
-                job_uid=self._job_uid,
-                run_id=self._run_id,
-                trajectory=generation.id,
-                reprefill=self._spec.records.reprefill,
-            )
-
-        records = collect(self._table) if self._table.sites else None
-        audited = any(entry.audit for entry in generation.records)
-        unpacking = time.thread_time() - start - fetching
-        # Audits are measurements, not part of what training needs: their time is not counted as overhead.
-        fetched = fetching
-        audit = collect(self._audit_table) if audited else None
-        self._handles[generation.id] = [entry.handle for entry in generation.records]
-        return Sample(
-            trajectory=Trajectory(
-                id=generation.id,
-                tokens=torch.tensor(prompt + generation.tokens),
-                prompt_tokens=len(prompt),
-                logp_rollout=torch.tensor(generation.logp, dtype=torch.float32),
-                token_versions=generation.versions,
-                records=records,
-                audit=audit,
-            ),
-            reward=reward,
-            finish_reason=generation.finish_reason,
-            rollout_seconds=generation.seconds,
-            frames=len(generation.records),
-            fetch_seconds=fetched,
-            unpack_seconds=unpacking,
-        )
-
-    def _drop(self, generations: Sequence[Generation]) -> None:
-        self._release([entry.handle for generation in generations for entry in generation.records])
-
-    def _release(self, handles: Iterable[Handle]) -> None:
-        # One frame may hold a prefix of several trajectories: each of them names and releases it.
-        for handle in handles:
-            self._transport.release(handle)
-
-
-def _lacks_frames(samples: Iterable[Sample]) -> bool:
-    found = (sample.trajectory.records for sample in samples)
-    return any(records is not None and records.missing["missing"] > 0 for records in found)
+def _trajectory(prompt: list[int], generation: Generation) -> Trajectory:
+    return Trajectory(
+        id=generation.id,
+        tokens=torch.tensor(prompt + generation.tokens),
+        prompt_tokens=len(prompt),
+        logp_rollout=torch.tensor(generation.logp, dtype=torch.float32),
+        token_versions=generation.versions,
+        entries=generation.records,
+    )
 
 
 def encode_prompt(tokenizer: Tokenizer, item: Item, algorithm: Algorithm) -> list[int]:
@@ -259,21 +260,45 @@ def encode_prompt(tokenizer: Tokenizer, item: Item, algorithm: Algorithm) -> lis
     return ids
 
 
+class Groups(Protocol):
+    """What `Batches` needs of a `Generator`."""
+
+    async def groups(self, indices: Sequence[int]) -> list[Group]:
+        """Generate groups."""
+        ...
+
+    async def release(self, groups: Iterable[Group]) -> None:
+        """Let the records of groups go."""
+        ...
+
+    async def congested(self) -> bool:
+        """Tell whether new prompts should wait."""
+        ...
+
+    async def incomplete(self, groups: Sequence[Group]) -> list[Group]:
+        """Find groups that should be generated again."""
+        ...
+
+    async def give_up(self, groups: Sequence[Group]) -> None:
+        """Let go of groups that will be generated again."""
+        ...
+
+
 class Batches:
     """Decides which groups are generated when, and which of them a step trains on.
 
     `version` is always the trainer's: the number of steps it has done. With `Wait`, step s (from 0) trains
     exactly groups s * P .. s * P + P - 1, which are asked for once version >= s - maxVersionDiff, so none of
     their tokens can be older. With `Drop`, maxVersionDiff + 1 batches are always being generated, a step
-    takes those that are done first, and a group with a token that is too old is dropped whole.
+    takes those that are done first, and a group with a token that is too old is dropped whole. While a record
+    store is congested, nothing is asked for that the next step does not need.
     """
 
     def __init__(
         self,
         algorithm: Algorithm,
+        generator: Groups,
         *,
-        generate: Callable[[Sequence[int]], Awaitable[list[Group]]],
-        release: Callable[[Iterable[Group]], Awaitable[None]],
         spawn: Spawn,
         replicas: int,
         first: int,
@@ -282,14 +307,18 @@ class Batches:
         """Start at group `first`; groups `pending` (before it) were asked for but not trained on."""
         self._algorithm = algorithm
         self._replicas = replicas
-        self._generate, self._release, self._spawn = generate, release, spawn
+        self._generator, self._spawn = generator, spawn
         self._next = first
         self._again = list(pending)
         self._flying: set[int] = set()
         self._ready: dict[int, Group] = {}
         self._arrival = asyncio.Event()
+        self._version = 0
+        self._held = False
         self.dropped = 0
         """Groups dropped since the last step; the reader sets it back."""
+        self.waits = 0
+        """Times since the last step that groups were held back; the reader sets it back."""
 
     @property
     def cursor(self) -> tuple[int, list[int]]:
@@ -300,16 +329,27 @@ class Batches:
             return min([self._next, *pending]), []
         return self._next, pending
 
-    def submit(self, version: int) -> None:
-        """Ask for every group that may be generated now."""
+    async def submit(self, version: int) -> None:
+        """Ask for every group that may be generated now, or those alone that the next step needs."""
+        self._version = version
+        size, ahead = self._algorithm.prompts_per_step, self._algorithm.max_version_diff
+        # What the next step lacks is asked for in any case: nothing is released before that step is done.
+        beyond = self._count(ahead * size) > self._count(0)
+        held = beyond and await self._generator.congested()
+        self.waits += held and not self._held
+        self._held = held
+        self._ask(self._count(0 if held else ahead * size))
+
+    def _count(self, ahead: int) -> int:
+        """How many groups to ask for, so that the next step and `ahead` groups after it are asked for."""
         algorithm = self._algorithm
         size = algorithm.prompts_per_step
-        ahead = (algorithm.max_version_diff + 1) * size
         if algorithm.staleness is Staleness.WAIT:
-            stop = min(version * size + ahead, algorithm.steps * size)
-            count = stop - self._next
-        else:
-            count = ahead - len(self._flying) - len(self._ready)
+            stop = min((self._version + 1) * size + ahead, algorithm.steps * size)
+            return max(0, stop - self._next)
+        return max(0, size + ahead - len(self._flying) - len(self._ready))
+
+    def _ask(self, count: int) -> None:
         indices = []
         for _ in range(count):
             if self._again:
@@ -319,23 +359,28 @@ class Batches:
                 self._next += 1
         # The synchronous mode asks each replica once: what is batched with what is then no matter of timing,
         # and neither is the last bit of any sum. Otherwise each group returns as soon as it is done.
-        if algorithm.max_version_diff == 0:
+        if self._algorithm.max_version_diff == 0:
             parts = [[i for i in indices if i % self._replicas == r] for r in range(self._replicas)]
         else:
             parts = [[index] for index in indices]
         for part in parts:
             if part:
-                self._flying.update(part)
-                self._spawn(self._fly(part))
+                self._fly(part)
 
-    async def _fly(self, indices: Sequence[int]) -> None:
-        for group in await self._generate(indices):
+    def _fly(self, indices: Sequence[int]) -> None:
+        self._flying.update(indices)
+        self._spawn(self._generate(indices))
+
+    async def _generate(self, indices: Sequence[int]) -> None:
+        for group in await self._generator.groups(indices):
             self._flying.discard(group.index)
             self._ready[group.index] = group
         self._arrival.set()
+        if self._held:
+            await self.submit(self._version)
 
     async def take(self, version: int) -> list[Group]:
-        """Wait for the groups of the next step, in the order of the data."""
+        """Wait for the groups of the next step, in the order of the data, with all frames."""
         size = self._algorithm.prompts_per_step
         while True:
             self._arrival.clear()
@@ -345,8 +390,22 @@ class Batches:
                 await self._drop_stale(version)
                 wanted = sorted(list(self._ready)[:size])
             if len(wanted) == size and all(index in self._ready for index in wanted):
-                return [self._ready.pop(index) for index in wanted]
-            await self._arrival.wait()
+                lost = await self._generator.incomplete([self._ready[index] for index in wanted])
+                if not lost:
+                    return [self._ready.pop(index) for index in wanted]
+                await self._again_from_the_start(lost)
+            # What is held back may have room now although nothing arrived.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._arrival.wait(), _LOOK_SECONDS if self._held else None)
+            if self._held:
+                await self.submit(version)
+
+    async def _again_from_the_start(self, lost: Sequence[Group]) -> None:
+        for group in lost:
+            del self._ready[group.index]
+        await self._generator.give_up(lost)
+        for group in lost:
+            self._fly([group.index])
 
     async def _drop_stale(self, version: int) -> None:
         limit = self._algorithm.max_version_diff
@@ -355,5 +414,5 @@ class Batches:
             del self._ready[group.index]
         self.dropped += len(stale)
         if stale:
-            self.submit(version)
-            await self._release(stale)
+            await self.submit(version)
+            await self._generator.release(stale)

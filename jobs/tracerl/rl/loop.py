@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -20,20 +20,22 @@ from safetensors import SafetensorError
 from tracerl.api.constants import Reason
 from tracerl.api.errors import InputError, JobError, TraceRLError
 from tracerl.api.resolved import ResolvedJob
-from tracerl.engines.base import TrainerEngine
+from tracerl.engines.base import RecordCounts, TrainerEngine
 from tracerl.engines.reference.weights import write_model
 from tracerl.methods import plan
 from tracerl.records.sites import audit_table, site_table
-from tracerl.rl.account import StepContext, Totals, broken, count_records, expectations, step_record
+from tracerl.rl.account import StepContext, Totals, broken, expectations, step_record, transport_of
 from tracerl.rl.checkpoint import Checkpoints
 from tracerl.rl.generation import Batches, Generator, encode_prompt
+from tracerl.rl.loading import LEADER, RecordLoader, open_loader
+from tracerl.rl.parallel import LeadingEngine
 from tracerl.rl.rollouts import Rollouts, open_rollouts
-from tracerl.rl.steprecord import EventRecord, FinishRecord, Records, StartRecord
+from tracerl.rl.steprecord import EventRecord, FinishRecord, StartRecord
 from tracerl.rl.tasks import Task, load_task
 from tracerl.rl.tokenizer import Tokenizer, load_tokenizer
 from tracerl.rl.train import Group, Learner, Timer
 from tracerl.rl.warmup import WarmupResult, warm_up
-from tracerl.transport.directory import DirectoryTransport
+from tracerl.transport.base import FrameSource
 
 T = TypeVar("T")
 
@@ -80,18 +82,39 @@ async def run_loop(resolved: ResolvedJob, engine: TrainerEngine, log: Log) -> No
     tokenizer = load_tokenizer(spec.model)
     task = load_task(spec.task, order_seed=spec.algorithm.seed, scratch=resolved.run_dir)
     trainer = ThreadPoolExecutor(1, "trainer")
-    loop = _Loop(resolved, engine, log, run_id=run_id, task=task, tokenizer=tokenizer, trainer=trainer)
-    try:
-        await loop.run()
-        await loop.write_model()
-    except JobError as error:
-        loop.finish(error)
-        raise
-    else:
-        loop.finish(None)
-    finally:
-        task.close()
-        trainer.shutdown(wait=False, cancel_futures=True)
+    with open_loader(resolved, engine.shape, run_id, LEADER) as (loader, source):
+        ranks = spec.trainer.parallelism.data
+        leading = LeadingEngine(
+            engine,
+            loader,
+            run_id=run_id,
+            nodes=[resolved.node(f"trainer-{rank}") for rank in range(ranks)],
+            homes={store.name: store.node for store in resolved.endpoints.store},
+        )
+        loop = _Loop(
+            resolved,
+            leading,
+            log,
+            run_id=run_id,
+            task=task,
+            tokenizer=tokenizer,
+            trainer=trainer,
+            source=source,
+            loader=loader if ranks == 1 else None,
+        )
+        try:
+            await loop.run()
+            await loop.write_model()
+        except JobError as error:
+            loop.finish(error)
+            raise
+        else:
+            loop.finish(None)
+            # After a failure the other trainers need no word: they end when this process does.
+            leading.close()
+        finally:
+            task.close()
+            trainer.shutdown(wait=False, cancel_futures=True)
 
 
 def _cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:
@@ -106,18 +129,21 @@ class _Loop:
     def __init__(
         self,
         resolved: ResolvedJob,
-        engine: TrainerEngine,
+        engine: LeadingEngine,
         log: Log,
         *,
         run_id: str,
         task: Task,
         tokenizer: Tokenizer,
         trainer: ThreadPoolExecutor,
+        source: FrameSource,
+        loader: RecordLoader | None,
     ) -> None:
         self._resolved, self._spec = resolved, resolved.job.spec
         self._engine, self._log = engine, log
         self._run_id, self._task, self._tokenizer = run_id, task, tokenizer
         self._trainer = trainer
+        self._source, self._loader = source, loader
         self._plan = plan(self._spec, engine.shape)
         self._table = site_table(engine.shape, self._spec)
         self._checkpoints = Checkpoints(resolved.layout.checkpoints, keep=self._spec.trainer.checkpoint.keep)
@@ -168,12 +194,6 @@ class _Loop:
         if not resumed:
             warmup = await self._compute(self._warm_up)
         self._state.run_ids.append(self._run_id)
-        transport = DirectoryTransport(
-            self._resolved.records_uri,
-            store="trainer-0",
-            job_uid=self._resolved.job_uid,
-            run_id=self._run_id,
-        )
         async with open_rollouts(
             self._resolved,
             run_id=self._run_id,
@@ -184,14 +204,13 @@ class _Loop:
         ) as rollouts:
             generator = Generator(
                 self._spec,
-                job_uid=self._resolved.job_uid,
                 run_id=self._run_id,
                 task=self._task,
                 tokenizer=self._tokenizer,
                 rollouts=rollouts,
-                transport=transport,
-                table=self._table,
-                audit_table=audit_table(self._engine.shape, self._spec),
+                source=self._source,
+                loader=self._loader,
+                report=self._event,
             )
             try:
                 # Inside the clients' lives: whatever uses them has ended when they close.
@@ -215,8 +234,7 @@ class _Loop:
         self._write_start(warmup)
         batches = Batches(
             self._spec.algorithm,
-            generate=generator.groups,
-            release=generator.release,
+            generator,
             spawn=self._spawn,
             replicas=len(rollouts),
             first=self._state.next_group,
@@ -274,17 +292,17 @@ class _Loop:
         ended = time.perf_counter()
         while self._state.step < algorithm.steps:
             version = self._state.step
-            batches.submit(version)
+            await batches.submit(version)
             waiting = time.perf_counter()
             groups = await batches.take(version)
             _split_wait(timer, groups, waiting, time.perf_counter())
-            records = count_records([sample for group in groups for sample in group.samples])
-            self._check_missing(records, version + 1)
             outcome = await self._compute(partial(learner.step, groups, version, timer))
+            await self._check_missing(outcome.engine.records, version + 1, groups, generator)
             with timer.part("push_weights"):
                 await rollouts.push(version + 1, self._engine.export())
-            batches.submit(version + 1)
+            # Released first: prompts may have waited for the room.
             await generator.release(groups)
+            await batches.submit(version + 1)
             held_out = None
             if self._evaluation_items and self._evaluation_due(version + 1):
                 with timer.part("evaluate"):
@@ -302,13 +320,15 @@ class _Loop:
                 restarts=rollouts.restarts,
                 held_out_reward=held_out,
             )
-            record = step_record(context, groups, outcome, records, timer.seconds)
+            usage = await asyncio.to_thread(self._source.usage)
+            transport = transport_of(usage, outcome.engine.records.read, batches.waits)
+            record = step_record(context, groups, outcome, transport, timer.seconds)
             self._log.write(record.model_dump(mode="json"))
             self._state.totals.add(record)
             self._state.step = version + 1
             self._state.next_group, self._state.pending_groups = batches.cursor
             self._state.restarts = rollouts.restarts
-            batches.dropped, timer = 0, Timer()
+            batches.dropped, batches.waits, timer = 0, 0, Timer()
             if self._state.step % checkpoint.every == 0 or self._state.step == algorithm.steps:
                 # Before the checkpoint, so that a resumed run finds every step up to it in the log.
                 self._log.sync()
@@ -319,16 +339,26 @@ class _Loop:
         every = self._spec.algorithm.evaluation.every
         return step == self._spec.algorithm.steps or (every > 0 and step % every == 0)
 
-    def _check_missing(self, records: Records, step: int) -> None:
-        limit = self._spec.records.max_missing_ratio
-        if records.rows and records.rows_missing / records.rows > limit:
-            reasons = ", ".join(f"{count} {reason}" for reason, count in records.missing_by_reason.items())
-            raise JobError(
-                Reason.RECORDS_MISSING,
-                f"step {step} lacks {records.rows_missing} of {records.rows} record rows ({reasons}), more "
-                f"than records.maxMissingRatio {limit}; see the rollouts' logs and the space at "
-                f"{self._resolved.records_uri}",
+    async def _check_missing(
+        self, records: RecordCounts, step: int, groups: Sequence[Group], generator: Generator
+    ) -> None:
+        limit, missing = self._spec.records.max_missing_ratio, records.missing.total()
+        if not records.rows or missing / records.rows <= limit:
+            return
+        reasons = ", ".join(f"{count} {reason}" for reason, count in records.missing.items())
+        lacks = f"step {step} lacks {missing} of {records.rows} record rows ({reasons})"
+        if await generator.incomplete(groups):
+            # All frames were there when the step began. That a process can be lost is not what the limit is
+            # about: failurePolicy bounds it.
+            self._event(
+                Reason.RECORD_STORE_RESTARTED,
+                f"{lacks}, since their store was lost while it ran; they were rounded to nearest",
             )
+            return
+        raise JobError(
+            Reason.RECORDS_MISSING,
+            f"{lacks}, more than records.maxMissingRatio {limit}; see the logs of rollouts and record stores",
+        )
 
     def _save(self) -> None:
         self._checkpoints.save(self._state.step, self._engine.state(), self._state.model_dump(mode="json"))

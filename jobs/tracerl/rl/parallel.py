@@ -1,8 +1,9 @@
-"""Data-parallel training over several processes: rank 0 drives, the others follow its calls.
+"""Training over one or several data-parallel processes: rank 0 drives, the others follow its calls.
 
 Rank 0 runs the loop on a `LeadingEngine`, which deals the trajectories of every micro-batch out over all
-ranks; the others run `follow`. Losses stay on rank 0: a rank sends its log-probs and gets their gradient
-back, so a loss may be any function of the whole micro-batch. Engines sum gradients over ranks in `update`.
+ranks; the others run `follow`. A rank gets the entries of its trajectories and loads their records by itself.
+Losses stay on rank 0: a rank sends its log-probs and gets their gradient back, so a loss may be any function
+of the whole micro-batch. Engines sum gradients over ranks in `update`.
 
 Messages are a JSON object and tensors as raw bytes, over the default process group (gloo).
 """
@@ -12,9 +13,10 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,20 @@ from torch import Tensor
 
 from tracerl.api.constants import Reason
 from tracerl.api.errors import JobError, TraceRLError
-from tracerl.api.job import Spec
-from tracerl.engines.base import Batch, EngineStats, Loss, SiteCounts, TrainerEngine, Trajectory
-from tracerl.records.pairing import TrajectoryRecords
-from tracerl.records.sites import SiteTable, audit_table, site_table
+from tracerl.api.frames import HandleError, parse_handle
+from tracerl.api.resolved import ResolvedJob
+from tracerl.engines.base import (
+    Batch,
+    EngineStats,
+    Loss,
+    RecordCounts,
+    SiteCounts,
+    TrainerEngine,
+    Trajectory,
+)
+from tracerl.records.pairing import read_entries
+from tracerl.rl.dealing import deal
+from tracerl.rl.loading import RecordLoader, open_loader
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -110,114 +122,132 @@ class _Peer:
 
 
 def _pack(trajectories: Sequence[Trajectory]) -> Message:
-    described, tensors = [], []
-    for t in trajectories:
-        described.append(
-            {
-                "id": t.id,
-                "prompt_tokens": t.prompt_tokens,
-                "token_versions": t.token_versions,
-                "records": t.records is not None,
-                "audit": t.audit is not None,
-            }
-        )
-        tensors += [t.tokens, t.logp_rollout]
-        for records in (t.records, t.audit):
-            if records is not None:
-                tensors += [records.rows, records.present, records.versions, records.zero_blocks]
+    described = [
+        {
+            "id": t.id,
+            "prompt_tokens": t.prompt_tokens,
+            "token_versions": t.token_versions,
+            "entries": [entry.to_json() for entry in t.entries],
+        }
+        for t in trajectories
+    ]
+    tensors = [tensor for t in trajectories for tensor in (t.tokens, t.logp_rollout)]
     return {"trajectories": described}, tensors
 
 
-def _unpack(message: Message, table: SiteTable, audit_table: SiteTable) -> Batch:
+def _unpack(message: Message) -> list[Trajectory]:
     described, tensors = message[0]["trajectories"], iter(message[1])
-    found = []
-    for fields in described:
-        records, audit = fields.pop("records"), fields.pop("audit")
-        tokens, logp = next(tensors), next(tensors)
-        found.append(
-            Trajectory(
-                tokens=tokens,
-                logp_rollout=logp,
-                records=_records(table, tensors) if records else None,
-                audit=_records(audit_table, tensors) if audit else None,
-                **fields,
-            )
+    return [
+        Trajectory(
+            tokens=next(tensors),
+            logp_rollout=next(tensors),
+            entries=read_entries(fields.pop("entries")),
+            **fields,
         )
-    return Batch(found)
-
-
-def _records(table: SiteTable, tensors: Iterator[Tensor]) -> TrajectoryRecords:
-    rows, present, versions, zero_blocks = (next(tensors) for _ in range(4))
-    return TrajectoryRecords(
-        table=table,
-        n_rows=len(rows),
-        rows=rows,
-        present=present,
-        versions=versions,
-        zero_blocks=zero_blocks,
-        tensor_scales=None,
-        missing=Counter(),
-        bytes=0,
-        mixed=0,
-    )
+        for fields in described
+    ]
 
 
 # -- rank 0 -----------------------------------------------------------------------------------------------
 
 
 class LeadingEngine:
-    """`TrainerEngine` of rank 0 over all ranks; `close` lets the others end."""
+    """`TrainerEngine` of rank 0 over all ranks, that loads the records of what goes through it.
 
-    def __init__(self, engine: TrainerEngine) -> None:
-        self._engine = engine
-        self._ranks = dist.get_world_size()
+    `nodes` has the node of every rank, and `homes` that of every record store by name, as far as they are
+    known. With one rank there is no process group. Use it from one thread at a time; `close` lets the other
+    ranks end.
+    """
+
+    def __init__(
+        self,
+        engine: TrainerEngine,
+        loader: RecordLoader,
+        *,
+        run_id: str,
+        nodes: Sequence[str | None] = (None,),
+        homes: Mapping[str, str | None] | None = None,
+    ) -> None:
+        self._engine, self._loader = engine, loader
+        self._nodes, self._homes = nodes, homes or {}
+        self._others = range(1, len(nodes))
         self.shape = engine.shape
-
-    @property
-    def _others(self) -> range:
-        return range(1, self._ranks)
+        self._tell("start", run_id=run_id)
 
     def _tell(self, op: str, **values: Any) -> None:
         for rank in self._others:
             _send(rank, {"op": op, **values})
 
-    def _deal(self, op: str, batch: Batch, **values: Any) -> Batch:
-        """Send every other rank its trajectories, each n-th one, and return those of this rank."""
-        for rank in self._others:
-            message, tensors = _pack(batch.trajectories[rank :: self._ranks])
-            _send(rank, {"op": op, **message, **values}, tensors)
-        return Batch(batch.trajectories[:: self._ranks])
+    def _deal(self, batch: Batch) -> list[list[int]]:
+        """Positions in the batch of each rank's trajectories; the same batch is always dealt alike."""
+        return deal(
+            [self._home(trajectory) for trajectory in batch.trajectories],
+            self._nodes,
+            [len(trajectory.tokens) for trajectory in batch.trajectories],
+        )
 
-    def _gather(self, batch: Batch, own: Tensor) -> Tensor:
+    def _home(self, trajectory: Trajectory) -> str | None:
+        """Node that has the trajectory's own rows: what it shares comes first."""
+        try:
+            return self._homes.get(parse_handle(trajectory.entries[-1].handle).store)
+        except (IndexError, HandleError):
+            return None
+
+    def announce(self, batches: Sequence[Batch]) -> None:
+        """Name the micro-batches that passes will use, in order; records of earlier ones are dropped."""
+        parts: list[list[list[Trajectory]]] = [[] for _ in self._nodes]
+        for batch in batches:
+            for part, indices in zip(parts, self._deal(batch), strict=True):
+                part.append([batch.trajectories[index] for index in indices])
+        for rank in self._others:
+            message, tensors = _pack([t for part in parts[rank] for t in part])
+            sizes = [len(part) for part in parts[rank]]
+            _send(rank, {"op": "announce", "sizes": sizes, **message}, tensors)
+        self._loader.announce(parts[_LEADER])
+
+    def _start(self, op: str, batch: Batch, **values: Any) -> tuple[list[list[int]], Batch]:
+        """Send every other rank its trajectories; returns the deal and those of this rank, with records."""
+        hands = self._deal(batch)
+        for rank in self._others:
+            message, tensors = _pack([batch.trajectories[index] for index in hands[rank]])
+            _send(rank, {"op": op, **message, **values}, tensors)
+        return hands, Batch(self._loader.load([batch.trajectories[index] for index in hands[_LEADER]]))
+
+    def _gather(self, batch: Batch, hands: Sequence[Sequence[int]], own: Tensor) -> Tensor:
         """Put this rank's log-probs and the others' together, in the order of the batch."""
         logp = own.new_zeros(len(batch.trajectories), batch.max_response)
-        for rank in range(self._ranks):
+        for rank, indices in enumerate(hands):
             part = own.detach() if rank == _LEADER else _answer(rank)[1][0]
-            logp[rank :: self._ranks, : part.shape[1]] = part
+            logp[indices, : part.shape[1]] = part
         return logp
 
     def forward(self, batch: Batch, *, guided: bool, temperature: float, version: int) -> Tensor:
         """Log-probs (`TrainerEngine.forward`)."""
-        own = self._deal("forward", batch, guided=guided, temperature=temperature, version=version)
-        logp = self._engine.forward(own, guided=guided, temperature=temperature, version=version)
-        return self._gather(batch, logp)
+        how: dict[str, Any] = {"guided": guided, "temperature": temperature, "version": version}
+        hands, own = self._start("forward", batch, **how)
+        logp = self._engine.forward(own, **how) if own.trajectories else torch.zeros(0, 0)
+        return self._gather(batch, hands, logp)
 
     def accumulate(
         self, batch: Batch, loss: Loss, *, guided: bool, temperature: float, version: int
     ) -> Tensor:
         """Log-probs, and the loss's gradient added on every rank (`TrainerEngine.accumulate`)."""
-        own = self._deal("accumulate", batch, guided=guided, temperature=temperature, version=version)
+        how: dict[str, Any] = {"guided": guided, "temperature": temperature, "version": version}
+        hands, own = self._start("accumulate", batch, **how)
         whole: list[Tensor] = []
 
         def own_loss(logp: Tensor) -> Tensor:
-            joined = self._gather(batch, logp).requires_grad_()
+            joined = self._gather(batch, hands, logp).requires_grad_()
             (gradient,) = torch.autograd.grad(loss(joined), joined)
             whole.append(joined.detach())
             for rank in self._others:
-                _send(rank, {}, [gradient[rank :: self._ranks]])
-            return _with_gradient(logp, gradient[:: self._ranks])
+                _send(rank, {}, [gradient[hands[rank]]])
+            return _with_gradient(logp, gradient[hands[_LEADER]])
 
-        self._engine.accumulate(own, own_loss, guided=guided, temperature=temperature, version=version)
+        if own.trajectories:
+            self._engine.accumulate(own, own_loss, **how)
+        else:
+            own_loss(torch.zeros(0, 0))
         for rank in self._others:
             _answer(rank)
         return whole[0]
@@ -235,11 +265,12 @@ class LeadingEngine:
 
     def supervised_step(self, tokens: Tensor, loss_mask: Tensor) -> float:
         """One warm-up update on every rank (`TrainerEngine.supervised_step`)."""
+        ranks = len(self._nodes)
         for rank in self._others:
-            part = slice(rank, None, self._ranks)
+            part = slice(rank, None, ranks)
             _send(rank, {"op": "supervised_step"}, [tokens[part], loss_mask[part]])
         with _Peer():
-            return self._engine.supervised_step(tokens[:: self._ranks], loss_mask[:: self._ranks])
+            return self._engine.supervised_step(tokens[::ranks], loss_mask[::ranks])
 
     def reset_optimizer(self) -> None:
         """Forget moments on every rank."""
@@ -263,9 +294,13 @@ class LeadingEngine:
     def stats(self) -> EngineStats:
         """Counts summed over all ranks; seconds of the rank that took longest, since ranks work at once."""
         self._tell("stats")
-        total = self._engine.stats()
+        total = _stats(self._engine, self._loader)
         for rank in self._others:
-            _add(total, _answer(rank)[0])
+            other = _answer(rank)[0]
+            for layer, kind, counts in other.pop("sites"):
+                _add(total.sites.setdefault((layer, kind), SiteCounts()), counts)
+            _add(total.records, other.pop("records"))
+            _add(total, other)
         return total
 
     def close(self) -> None:
@@ -287,52 +322,55 @@ def _with_gradient(logp: Tensor, gradient: Tensor) -> Tensor:
     return (logp * gradient[:, : logp.shape[1]].to(logp.device)).sum()
 
 
-def _add(total: EngineStats, other: dict[str, Any]) -> None:
-    for layer, kind, counts in other.pop("sites"):
-        site = total.sites.setdefault((layer, kind), SiteCounts())
-        for name, count in counts.items():
-            setattr(site, name, getattr(site, name) + count)
+def _stats(engine: TrainerEngine, loader: RecordLoader) -> EngineStats:
+    return replace(engine.stats(), records=loader.take_counts())
+
+
+def _add(total: EngineStats | SiteCounts | RecordCounts, other: dict[str, Any]) -> None:
     for name, value in other.items():
         own = getattr(total, name)
-        setattr(total, name, max(own, value) if name.endswith("_seconds") else own + value)
+        if isinstance(own, Counter):
+            own.update(value)
+        else:
+            setattr(total, name, max(own, value) if name.endswith("_seconds") else own + value)
 
 
 # -- the other ranks --------------------------------------------------------------------------------------
 
 
-def follow(engine: TrainerEngine, spec: Spec) -> None:
+def follow(engine: TrainerEngine, resolved: ResolvedJob, name: str) -> None:
     """Do what rank 0 says until it says stop; JobError when it is gone.
 
     An error of the engine is told to rank 0 with the next answer, and ends the job there: at any other time
     rank 0 does not listen.
     """
-    tables = site_table(engine.shape, spec), audit_table(engine.shape, spec)
-    failure: dict[str, Any] | None = None
-    while True:
-        message, tensors = _receive(_LEADER)
-        if message["op"] == "stop":
-            return
-        answers = message["op"] in _ANSWERED
-        try:
-            if failure is None:
-                _obey(engine, message, tensors, *tables)
-        except TraceRLError as error:
-            reason = error.reason if isinstance(error, JobError) else Reason.UNEXPECTED
-            failure = {"error": str(error), "reason": reason}
-        if failure is not None and answers:
-            _send(_LEADER, failure)
+    started, _ = _receive(_LEADER)
+    with open_loader(resolved, engine.shape, started["run_id"], name) as (loader, _source):
+        failure: dict[str, Any] | None = None
+        while True:
+            message, tensors = _receive(_LEADER)
+            if message["op"] == "stop":
+                return
+            answers = message["op"] in _ANSWERED
+            try:
+                if failure is None:
+                    _obey(engine, loader, message, tensors)
+            except TraceRLError as error:
+                reason = error.reason if isinstance(error, JobError) else Reason.UNEXPECTED
+                failure = {"error": str(error), "reason": reason}
+            if failure is not None and answers:
+                _send(_LEADER, failure)
 
 
 def _obey(
-    engine: TrainerEngine,
-    message: dict[str, Any],
-    tensors: list[Tensor],
-    table: SiteTable,
-    audit_table: SiteTable,
+    engine: TrainerEngine, loader: RecordLoader, message: dict[str, Any], tensors: list[Tensor]
 ) -> None:
     match message["op"]:
+        case "announce":
+            trajectories = iter(_unpack((message, tensors)))
+            loader.announce([list(islice(trajectories, size)) for size in message["sizes"]])
         case "forward" | "accumulate" as op:
-            batch = _unpack((message, tensors), table, audit_table)
+            batch = Batch(loader.load(_unpack((message, tensors))))
             how = {name: message[name] for name in ("guided", "temperature", "version")}
             if not batch.trajectories:
                 _send(_LEADER, {}, [torch.zeros(0, 0)])
@@ -355,9 +393,9 @@ def _obey(
         case "load_state":
             engine.load_state(dict(zip(message["names"], tensors, strict=True)))
         case "stats":
-            stats = asdict(engine.stats())
-            stats["sites"] = [[layer, kind, counts] for (layer, kind), counts in stats["sites"].items()]
-            _send(_LEADER, stats)
+            stats = _stats(engine, loader)
+            sites = [[layer, kind, vars(counts)] for (layer, kind), counts in stats.sites.items()]
+            _send(_LEADER, {**vars(stats), "sites": sites, "records": vars(stats.records)})
         case op:
             raise JobError(Reason.UNEXPECTED, f"trainer-0 asked for {op!r}, which this version does not know")
 

@@ -133,27 +133,17 @@ class Rollouts:
 
     async def generate(
         self, number: int, prompts: Sequence[Sequence[int]], sampling: Sequence[Sampling], ids: Sequence[str]
-    ) -> tuple[list[Generation], str | None]:
-        """Generate on replica `number` modulo their count; returns its instance id too.
-
-        ReplicaLostError when it was lost meanwhile.
-        """
+    ) -> list[Generation]:
+        """Generate on replica `number` modulo their count; ReplicaLostError when it was lost meanwhile."""
         replica = self._replicas[number % len(self._replicas)]
         await replica.up.wait()
-        instance = replica.client.instance_id
         try:
-            return await replica.client.generate_batch(prompts, sampling, ids=ids), instance
+            return await replica.client.generate_batch(prompts, sampling, ids=ids)
         except RolloutError as error:
             if not _passes(error):
                 raise
             await self._check(replica)
             raise ReplicaLostError(replica.name) from None
-
-    async def lost_since(self, number: int, instance: str | None) -> bool:
-        """Tell whether a replica is another process than `instance` by now, so that its records are gone."""
-        replica = self._replicas[number % len(self._replicas)]
-        await self._check(replica)
-        return not replica.up.is_set() or replica.client.instance_id != instance
 
     async def push(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Give all replicas the weights of a version; what runs is retracted and goes on with them.

@@ -78,6 +78,26 @@ class Records(_Record):
     frames: int
 
 
+class Transport(_Record):
+    """What the record stores hold when the step has released its frames, and how its frames were read."""
+
+    capacity_bytes: int
+    """Shared memory for frames of all stores; 0 where frames travel by the object store alone."""
+    held_bytes: int
+    """Bytes in the fastest tier, all of a segment counted as long as any frame in it lives."""
+    frames: int
+    """Frames in all tiers."""
+    frame_bytes: int
+    read_bytes: dict[str, int] = {}
+    """Frame bytes read since the step before by where they were: ring, spill, http, object."""
+    read_seconds: dict[str, float] = {}
+    """Time of those reads; reads that overlap count each."""
+    retries: int = 0
+    """Requests to stores and object stores made again since the step before."""
+    waits: int = 0
+    """Times since the step before that no prompts were submitted because a store had little room."""
+
+
 class SiteMismatch(_Record):
     """Counts over the values of one site whose whole rollout codes are known (audited trajectories)."""
 
@@ -132,7 +152,9 @@ class StepSeconds(_Record):
     total: float
     generate_wait: float
     fetch: float
-    """Waiting for rewards and records after the last token of the batch had come."""
+    """Waiting for rewards after the last token of the batch had come, and for word that frames are there."""
+    load: float = 0.0
+    """Waiting for records that were not there when a pass needed them; within the passes."""
     unpack: float
     """Batching records for the engine; within the forward passes."""
     forward_old_guided: float
@@ -206,6 +228,8 @@ class StepRecord(_Record):
     lengths: Lengths
     finish_reasons: dict[str, int]
     records: Records
+    transport: Transport | None = None
+    """Null where the stores could not be asked."""
     routes_missing: int
     """Rows times MoE layers whose expert choices were missing, so that the live router chose."""
     mismatch: tuple[SiteMismatch, ...] = ()

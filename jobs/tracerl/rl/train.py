@@ -15,9 +15,10 @@ from torch import Tensor
 from tracerl.api.constants import Reason
 from tracerl.api.errors import JobError
 from tracerl.api.job import Spec
-from tracerl.engines.base import Batch, EngineStats, TrainerEngine, Trajectory
+from tracerl.engines.base import Batch, EngineStats, Trajectory
 from tracerl.methods import MethodPlan
 from tracerl.rl.grpo import LossSums, clipped_loss, group_advantages
+from tracerl.rl.parallel import LeadingEngine
 from tracerl.rl.ratio import Importance, gap, importance, rollout_corr, uses_unguided
 from tracerl.rl.steprecord import Gap, Policy, Reward
 from tracerl.rl.tasks import Item
@@ -32,9 +33,6 @@ class Sample:
     finish_reason: str
     rollout_seconds: Mapping[str, float]
     """What recording it cost the rollout: capture, pack, put."""
-    frames: int = 0
-    fetch_seconds: float = 0.0
-    unpack_seconds: float = 0.0
 
     @property
     def response_tokens(self) -> int:
@@ -50,7 +48,7 @@ class Group:
     item: Item
     samples: list[Sample]
     generated_at: float
-    """time.perf_counter() when its last token had come; rewards and records follow."""
+    """time.perf_counter() when its last token had come; rewards follow."""
 
     @property
     def oldest_version(self) -> int:
@@ -106,7 +104,7 @@ class _Micro:
 class Learner:
     """Trains an engine on batches of groups. Holds no state of its own: versions come from the loop."""
 
-    def __init__(self, engine: TrainerEngine, plan: MethodPlan, spec: Spec) -> None:
+    def __init__(self, engine: LeadingEngine, plan: MethodPlan, spec: Spec) -> None:
         self._engine = engine
         self._plan = plan
         self._algorithm = spec.algorithm
@@ -135,6 +133,7 @@ class Learner:
             for number in range(updates)
         ]
         micros = [micro for mini_batch in mini_batches for micro in mini_batch]
+        self._engine.announce([micro.batch for micro in micros])
         # Also where no weight needs it, the first micro-batch of a step measures the unguided gap.
         for number, micro in enumerate(micros):
             needed = bool((uses_unguided(self._plan.ratio_from, micro.version_diff) & micro.mask).any())
@@ -163,6 +162,7 @@ class Learner:
                     f"the gradient of step {version + 1} is not finite (norm {norms[-1]}); "
                     "lower spec.trainer.optimizer.learningRate, or check the model's weights",
                 )
+        self._engine.announce([])
         return self._outcome(rewards, micros, _policy(sums, norms, learning_rate), version)
 
     def _micro_batches(self, mini_batch: Sequence[tuple[Trajectory, float]], version: int) -> list[_Micro]:

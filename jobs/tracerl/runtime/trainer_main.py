@@ -50,23 +50,18 @@ def main(path: str, name: str) -> int:
     def work(resolved: ResolvedJob) -> None:
         import torch  # noqa: PLC0415
 
-        from tracerl.rl.parallel import LeadingEngine, follow, join  # noqa: PLC0415
+        from tracerl.rl.parallel import follow, join  # noqa: PLC0415
 
         spec = resolved.job.spec
         torch.set_num_threads(spec.trainer.threads)
         engine = _engine(resolved)
         rank, ranks = int(name.removeprefix("trainer-")), spec.trainer.parallelism.data
-        if ranks == 1:
-            _lead(resolved, engine, name)
-            return
-        join(resolved.layout.meeting, rank=rank, ranks=ranks)
+        if ranks > 1:
+            join(resolved.layout.meeting, rank=rank, ranks=ranks)
         if rank > 0:
-            follow(engine, spec)
-            return
-        leader = LeadingEngine(engine)
-        _lead(resolved, leader, name)
-        # After a failure the others need no word: they end when this process does.
-        leader.close()
+            follow(engine, resolved, name)
+        else:
+            _lead(resolved, engine, name)
 
     return run_process(Path(path), name, work)
 

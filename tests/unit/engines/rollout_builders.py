@@ -1,11 +1,13 @@
-"""A scheduler with its writer and a directory of records, driven without HTTP."""
+"""A scheduler with its writer and a record store, driven without HTTP."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from engine_stores import JOB, RUN, WAIT_SECONDS, RecordStore, RingStore
 from torch import Tensor
 
 from tracerl.api.job import Reprefill, Spec
@@ -17,12 +19,10 @@ from tracerl.engines.reference.weights import RolloutWeights, hf_views, initiali
 from tracerl.methods import plan
 from tracerl.records.pairing import TrajectoryRecords, assemble
 from tracerl.records.sites import audit_table, site_table
-from tracerl.transport.directory import DirectoryTransport
 
 SHAPE = ModelShape.uniform(
     2, hidden=32, heads=4, kv_heads=2, head_dim=16, experts=4, top_k=2, expert_hidden=16, vocab=30, context=64
 )
-WAIT_SECONDS = 60
 torch.set_num_threads(1)
 
 
@@ -64,6 +64,8 @@ class Rollout:
         kv_tokens: int = 16 * 64,
         weights: dict[str, Tensor] | None = None,
         limit_bytes: int = 2**20,
+        deadline_seconds: float = WAIT_SECONDS,
+        store: Callable[[Path], RecordStore] = RingStore,
     ) -> None:
         self.spec = spec
         self.table, self.audit_table = site_table(SHAPE, spec), audit_table(SHAPE, spec)
@@ -72,9 +74,9 @@ class Rollout:
         every = spec.records.audit_every
         tables = [self.table, self.audit_table] if every else [self.table]
         self.model = MoEModel(SHAPE, dtype)
-        self.transport = DirectoryTransport(records.as_uri(), store="rollout-0", job_uid="uid", run_id="run")
-        self.writer = FrameWriter(limit_bytes=limit_bytes)
-        self.writer.direct(Destination(self.transport, "uid", "run", keep=True))
+        self.store = store(records)
+        self.writer = FrameWriter(limit_bytes=limit_bytes, deadline_seconds=deadline_seconds)
+        self.writer.direct(Destination(self.store.sink, JOB, RUN))
         self.scheduler = Scheduler(
             self.model,
             KVCache(SHAPE, slots=slots, capacity=SHAPE.context, dtype=torch.float32),
@@ -84,6 +86,7 @@ class Rollout:
                 for table in tables
             ],
             self.writer,
+            instance="instance",
             kv_tokens=kv_tokens,
             chunk_tokens=spec.records.chunk_tokens,
             audit_every=every,
@@ -112,13 +115,13 @@ class Rollout:
         versions = [version for version, start, end in done.spans for _ in range(start, end)]
         return assemble(
             done.entries,
-            self.transport.get,
+            self.store.get,
             self.audit_table if audit else self.table,
             tokens=len(prompt) + len(done.tokens),
             prompt_tokens=len(prompt),
             token_versions=versions,
-            job_uid="uid",
-            run_id="run",
+            job_uid=JOB,
+            run_id=RUN,
             reprefill=Reprefill(self.spec.records.reprefill),
             trajectory=id,
         )
@@ -126,6 +129,7 @@ class Rollout:
     def close(self) -> None:
         self.scheduler.stop()
         self.writer.close()
+        self.store.close()
 
 
 class Pending:

@@ -5,6 +5,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from engine_stores import JOB, RUN, WAIT_SECONDS, ObjectStore, RingStore
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +27,6 @@ from tracerl.numerics import NonFiniteError, dequantize, quantize
 from tracerl.records.frame import decode_frame
 from tracerl.records.rows import pack_routes, pack_rows
 from tracerl.records.sites import SiteKind, audit_table, site_table
-from tracerl.transport.directory import DirectoryTransport
 
 SHAPE = ModelShape.uniform(
     3, hidden=32, heads=2, kv_heads=1, head_dim=16, experts=4, top_k=2, expert_hidden=16, vocab=20, context=40
@@ -53,13 +53,20 @@ def spec_of(method="TRACE", layers="All", second="Recorded", **trace):
     )
 
 
-def call(hooks, kind, layer, x):
-    if kind is SiteKind.FC2_INPUT:
-        return hooks.fc2_input(layer, x)
-    name = {SiteKind.EXPERT_INPUT: "expert_input", SiteKind.KEY: "key", SiteKind.VALUE: "value"}.get(
-        kind, "routes"
-    )
-    return getattr(hooks, name)(layer, x)
+def run_hooks(hooks, values):
+    """Call the hooks of all layers as a model does; what they give by (layer, kind)."""
+    out = {}
+    for layer in range(SHAPE.layers):
+        x = {kind: values[layer, kind] for kind in SiteKind}
+        k, v = hooks.key_value(layer, x[SiteKind.KEY], x[SiteKind.VALUE])
+        out |= {
+            (layer, SiteKind.KEY): k,
+            (layer, SiteKind.VALUE): v,
+            (layer, SiteKind.ROUTES): hooks.routes(layer, x[SiteKind.ROUTES]),
+            (layer, SiteKind.EXPERT_INPUT): hooks.expert_input(layer, x[SiteKind.EXPERT_INPUT]),
+            (layer, SiteKind.FC2_INPUT): hooks.fc2_input(layer, x[SiteKind.FC2_INPUT]),
+        }
+    return out
 
 
 @pytest.mark.parametrize("spec", [spec_of(), spec_of(layers="LastHalf"), spec_of(codeBits=4, scaleBits=8)])
@@ -77,8 +84,8 @@ def test_rows_are_what_each_site_packs_alone(spec):
             values[layer, kind] = x
 
     hooks.begin(audited)
-    for (layer, kind), x in values.items():
-        out = call(hooks, kind, layer, x)
+    for (layer, kind), out in run_hooks(hooks, values).items():
+        x = values[layer, kind]
         if kind is SiteKind.ROUTES:
             assert torch.equal(out, x.topk(2).indices)
         else:
@@ -117,14 +124,15 @@ def test_nothing_is_recorded_or_rounded_where_the_method_does_not():
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_value_that_is_not_finite_names_its_site(bad):
+@pytest.mark.parametrize("kind", ["Key", "Value"])
+def test_a_value_that_is_not_finite_names_its_site(bad, kind):
     spec = spec_of()
     hooks = CaptureHooks(SHAPE, plan(spec, SHAPE), spec.quantization, site_table(SHAPE, spec), None)
-    x = torch.zeros(4, 16)
+    good, x = torch.zeros(4, 16), torch.zeros(4, 16)
     x[3, 5] = bad
     hooks.begin(None)
-    with pytest.raises(NonFiniteError, match="layer 2 Value"):
-        hooks.value(2, x)
+    with pytest.raises(NonFiniteError, match=f"layer 2 {kind}"):
+        hooks.key_value(2, *((x, good) if kind == "Key" else (good, x)))
 
 
 # -- rows after a re-prefill ------------------------------------------------------------------------------
@@ -265,68 +273,159 @@ def drain(writer):
     assert done.wait(30)
 
 
-def test_frames_arrive_in_order_and_are_released(tmp_path):
+@pytest.fixture(params=[RingStore, ObjectStore])
+def store(request, tmp_path):
+    made = request.param(tmp_path / "store")
+    yield made
+    made.close()
+
+
+def writer_to(store, **options):
+    writer = FrameWriter(**({"limit_bytes": 10**6, "deadline_seconds": WAIT_SECONDS} | options))
+    writer.direct(Destination(store.sink, JOB, RUN))
+    return writer
+
+
+def rows_of(table, count, *, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (count, table.row_bytes), dtype=np.uint8)
+
+
+def test_frames_arrive_in_order_and_are_released(store):
     table = site_table(SHAPE, spec_of())
-    transport = DirectoryTransport(tmp_path.as_uri(), store="rollout-0", job_uid="u", run_id="r")
-    writer = FrameWriter(limit_bytes=1)
-    writer.direct(Destination(transport, "u", "r", keep=False))
+    writer = writer_to(store, limit_bytes=1)
     frames = TrajectoryFrames("t")
-    rows = np.random.default_rng(0).integers(0, 256, (5, table.row_bytes), dtype=np.uint8)
+    rows = rows_of(table, 5)
     zero = np.array([[1, 0, 1]])
-    writer.put([FrameRows(frames, table, start=0, version=3, rows=rows[:2], zero_blocks=zero)])
-    writer.put([FrameRows(frames, table, start=2, version=4, rows=rows[2:], zero_blocks=NO_ZERO_BLOCKS)])
-    drain(writer)
+    writer.put([FrameRows([frames], table, start=0, version=3, rows=rows[:2], zero_blocks=zero)])
+    writer.put([FrameRows([frames], table, start=2, version=4, rows=rows[2:], zero_blocks=NO_ZERO_BLOCKS)])
+    settled = threading.Event()
+    writer.settle(settled.set)
+    assert settled.wait(WAIT_SECONDS)
     assert not writer.full
     assert [(e.start, e.stop, e.part, e.parts, e.audit) for e in frames.entries] == [
         (0, 2, 0, 1, False),
         (2, 5, 0, 1, False),
     ]
-    first, second = (decode_frame(transport.get(entry.handle), table) for entry in frames.entries)
+    first, second = (decode_frame(store.get(entry.handle), table) for entry in frames.entries)
     assert (first.header.trajectory, first.header.version, second.header.version) == ("t", 3, 4)
     assert first.zero_blocks.tolist() == [[1, 0, 1]]
     assert np.array_equal(np.concatenate([*second.payloads], axis=1), rows[2:])
-    assert writer.held_bytes() == writer.written_bytes["record"] > 0
+    assert writer.written_bytes["record"] == store.source.usage().frame_bytes > 0
     writer.forget(frames)
     drain(writer)
-    assert (frames.entries, writer.held_bytes()) == ([], 0)
+    assert (frames.entries, store.frames()) == ([], 0)
     writer.close()
-    assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("keep", [True, False])
-def test_unreleased_frames_outlive_the_writer_only_when_they_are_to_be_kept(tmp_path, keep):
+def test_a_shared_frame_has_a_reference_for_each_owner(store):
     table = site_table(SHAPE, spec_of())
-    transport = DirectoryTransport(tmp_path.as_uri(), store="rollout-0", job_uid="u", run_id="r")
-    writer = FrameWriter(limit_bytes=1)
-    writer.direct(Destination(transport, "u", "r", keep=keep))
-    rows = np.zeros((1, table.row_bytes), np.uint8)
-    writer.put(
-        [FrameRows(TrajectoryFrames("t"), table, start=0, version=0, rows=rows, zero_blocks=NO_ZERO_BLOCKS)]
-    )
+    writer = writer_to(store)
+    owners = [TrajectoryFrames(name) for name in "abc"]
+    rows = rows_of(table, 4)
+    shared = FrameRows(owners, table, start=0, version=0, rows=rows, zero_blocks=NO_ZERO_BLOCKS, prefix="i/7")
+    own = FrameRows([owners[1]], table, start=4, version=0, rows=rows, zero_blocks=NO_ZERO_BLOCKS)
+    writer.put([shared, own])
+    drain(writer)
+    assert {owner.entries[0].handle for owner in owners} == {owners[0].entries[0].handle}
+    assert [len(owner.entries) for owner in owners] == [1, 2, 1]
+    assert store.frames() == 2
+    header = decode_frame(store.get(owners[0].entries[0].handle), table).header
+    assert (header.prefix, header.trajectory) == ("i/7", "")
+    for owner, left in zip(owners, (2, 1, 0), strict=True):
+        writer.forget(owner)
+        drain(writer)
+        assert store.frames() == left
     writer.close()
-    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == keep
 
 
-def test_a_frame_that_cannot_be_put_is_dropped_counted_and_said_once(tmp_path, caplog):
-    table = site_table(SHAPE, spec_of())
-    (tmp_path / "records").mkdir()
-    transport = DirectoryTransport(
-        (tmp_path / "records").as_uri(), store="rollout-0", job_uid="u", run_id="r"
-    )
-    writer = FrameWriter(limit_bytes=10**6)
-    writer.direct(Destination(transport, "u", "r", keep=False))
-    rows = np.zeros((1, table.row_bytes), np.uint8)
-    (tmp_path / "records").rmdir()
-    (tmp_path / "records").write_text("in the way")
+def test_frames_are_cut_until_they_fit_into_a_segment(tmp_path):
+    """Segments have 64 KiB here; rows have some KiB, and the list of zero blocks is 120 KB long."""
+    wide = SHAPE.model_copy(update={"hidden": 2**14})
+    table = site_table(wide, spec_of())
+    rows = rows_of(table, 100)
+    zero = np.stack([np.repeat(np.arange(50), 200), np.zeros(10_000, int), np.tile(np.arange(200), 50)], 1)
+    store = RingStore(tmp_path / "store")
+    writer = writer_to(store)
     frames = TrajectoryFrames("t")
-    for start in range(3):
-        writer.put([FrameRows(frames, table, start=start, version=0, rows=rows, zero_blocks=NO_ZERO_BLOCKS)])
+    writer.put([FrameRows([frames], table, start=7, version=0, rows=rows, zero_blocks=zero)])
     drain(writer)
-    assert frames.entries == []
-    assert sum(writer.dropped.values()) == 3
+    assert writer.dropped == {}
+    assert [entry.start for entry in frames.entries] == [7, *(entry.stop for entry in frames.entries[:-1])]
+    assert frames.entries[-1].stop == 107
+    found = [decode_frame(store.get(entry.handle), table) for entry in frames.entries]
+    assert all(frame.info.length <= store.sink.max_frame_bytes for frame in found)
+    assert np.array_equal(np.concatenate([np.concatenate(f.payloads, axis=1) for f in found]), rows)
+    again = [f.zero_blocks + np.array([f.header.row_start - 7, 0, 0]) for f in found]
+    assert np.array_equal(np.concatenate(again), zero)
+    writer.close()
+    store.close()
+
+
+def test_a_full_ring_makes_frames_wait_and_after_the_deadline_they_are_dropped_and_counted(tmp_path, caplog):
+    table = site_table(SHAPE, spec_of())
+    store = RingStore(tmp_path / "store", ring_bytes=2**17)
+    writer = writer_to(store, deadline_seconds=0.05)
+    frames = TrajectoryFrames("t")
+    one = rows_of(table, 200)
+    while not writer.dropped:
+        writer.put([FrameRows([frames], table, 0, 0, one, NO_ZERO_BLOCKS)])
+        drain(writer)
+    assert set(writer.dropped) == {"full"}
+    dropped = writer.dropped["full"]
+    for _ in range(3):
+        writer.put([FrameRows([frames], table, 0, 0, one, NO_ZERO_BLOCKS)])
+    drain(writer)
+    assert writer.dropped == {"full": dropped + 3}
     assert len([record for record in caplog.records if "dropped" in record.message]) == 1
-    (tmp_path / "records").unlink()
-    writer.put([FrameRows(frames, table, start=3, version=0, rows=rows, zero_blocks=NO_ZERO_BLOCKS)])
+    kept = len(frames.entries)
+    writer.forget(frames)
+    writer.put([FrameRows([frames], table, 0, 0, one, NO_ZERO_BLOCKS)])
     drain(writer)
-    assert [entry.start for entry in frames.entries] == [3]
+    assert (len(frames.entries), store.frames(), writer.dropped["full"]) == (1, 1, dropped + 3)
+    assert kept > 2
+    writer.close()
+    store.close()
+
+
+def test_rows_that_wait_for_room_stop_nothing_but_admission(tmp_path):
+    """The scheduler's thread hands rows over and goes on, however long the writer waits."""
+    table = site_table(SHAPE, spec_of())
+    store = RingStore(tmp_path / "store", ring_bytes=2**17)
+    writer = writer_to(store, limit_bytes=10**5)
+    frames = TrajectoryFrames("t")
+    one = rows_of(table, 200)
+    for _ in range(40):
+        writer.put([FrameRows([frames], table, 0, 0, one, NO_ZERO_BLOCKS)])
+    assert writer.full
+    done = threading.Event()
+    writer.call(done.set)
+    while not done.wait(0.01):  # a reader that is slower than the writer
+        store.release([entry.handle for entry in frames.entries])
+        frames.entries.clear()
+    assert (writer.full, writer.dropped) == (False, {})
+    writer.close()
+    store.close()
+
+
+def test_closing_does_not_wait_for_room(tmp_path):
+    table = site_table(SHAPE, spec_of())
+    store = RingStore(tmp_path / "store", ring_bytes=2**17)
+    writer = writer_to(store, deadline_seconds=3600)
+    one = rows_of(table, 200)
+    for _ in range(40):
+        writer.put([FrameRows([TrajectoryFrames("t")], table, 0, 0, one, NO_ZERO_BLOCKS)])
+    writer.close()
+    assert sum(writer.dropped.values()) > 0
+    store.close()
+
+
+def test_frames_of_another_run_go_nowhere(store):
+    """A sink takes frames of its own run alone, as its destination says."""
+    table = site_table(SHAPE, spec_of())
+    writer = FrameWriter(limit_bytes=10**6, deadline_seconds=WAIT_SECONDS)
+    writer.direct(Destination(store.sink, JOB, "another"))
+    frames = TrajectoryFrames("t")
+    writer.put([FrameRows([frames], table, 0, 0, rows_of(table, 3), NO_ZERO_BLOCKS)])
+    drain(writer)
+    assert (frames.entries, writer.dropped) == ([], {"foreign": 1})
     writer.close()

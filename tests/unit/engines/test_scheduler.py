@@ -1,11 +1,13 @@
 """The scheduler: the same tokens and rows whatever else runs, under pressure, updates, aborts and faults."""
 
 import random
+from collections import Counter
 from concurrent.futures import Future
 
 import pytest
 import torch
-from rollout_builders import SHAPE, WAIT_SECONDS, Rollout, spec_of, weights_of
+from engine_stores import WAIT_SECONDS, ObjectStore, RingStore
+from rollout_builders import SHAPE, Rollout, spec_of, weights_of
 
 from tracerl.api.errors import InputError
 from tracerl.engines.reference.capture import CaptureHooks
@@ -13,6 +15,7 @@ from tracerl.engines.reference.model import MoEModel, WholeSequences
 from tracerl.engines.reference.scheduler import Broken
 from tracerl.engines.reference.weights import RolloutWeights
 from tracerl.methods import plan
+from tracerl.records.frame import decode_frame
 from tracerl.records.sites import SiteKind
 
 
@@ -21,7 +24,7 @@ def rollout(tmp_path):
     made = []
 
     def make(spec=None, **options):
-        made.append(Rollout(tmp_path / f"records-{len(made)}", spec or spec_of(), **options))
+        made.append(Rollout(tmp_path / f"store-{len(made)}", spec or spec_of(), **options))
         return made[-1]
 
     yield make
@@ -41,6 +44,10 @@ def asks(count, *, seed=0, new=(1, 20), longest=16):
         }
         for index in range(count)
     ]
+
+
+def handles_of(done):
+    return {entry.handle for out in done for entry in out.entries}
 
 
 def same(first, second):
@@ -151,7 +158,7 @@ def test_memory_pressure_retracts_the_newest_and_changes_nothing(rollout):
         if index % 2 == 0:
             assert tight.assemble(ask["id"], ask["prompt"], out, audit=True).missing == {}
     # What was superseded was released: only the frames that somebody was told of are left.
-    assert tight.transport.usage().frames_held == sum(len(out.entries) for out in done)
+    assert tight.store.frames() == len(handles_of(done))
 
 
 def test_short_requests_are_not_starved_and_order_is_kept(rollout):
@@ -267,8 +274,7 @@ def test_abort_returns_what_there_is_and_releases_the_frames(rollout):
         assert out.tokens == full[index].tokens[: len(out.tokens)]
         assert len(out.logp) == len(out.tokens) == (out.spans[-1][2] if out.spans else 0)
         assert out.entries == []
-    held = one.transport.usage().frames_held
-    assert held == sum(len(out.entries) for out in done)
+    assert one.store.frames() == len(handles_of(done))
 
 
 def test_pausing_with_abort_ends_everything_and_later_requests_wait(rollout):
@@ -323,17 +329,10 @@ def test_a_full_writer_stalls_admission_and_loses_nothing(rollout):
         assert one.assemble(ask["id"], ask["prompt"], out).missing == {}
 
 
-def test_frames_that_cannot_be_written_are_missing_rows(rollout, tmp_path):
-    one = rollout(spec_of(records={"chunkTokens": 4}))
-    before = one.generate(*asks(3))
-    root = tmp_path / "records-0"
-    for out in before:
-        for entry in out.entries:
-            one.transport.release(entry.handle)
-    assert not root.exists() or not any(root.iterdir())
-    if root.exists():
-        root.rmdir()
-    root.write_text("in the way")
+def test_frames_that_cannot_be_written_are_missing_rows(rollout):
+    one = rollout(spec_of(records={"chunkTokens": 4}), deadline_seconds=0.1)
+    one.generate(*asks(3))
+    one.store.stop_server()
     ask = asks(1)[0]
     out = one.generate(ask)[0]
     assert out.entries == []
@@ -341,7 +340,6 @@ def test_frames_that_cannot_be_written_are_missing_rows(rollout, tmp_path):
         one.assemble(ask["id"], ask["prompt"], out).missing["missing"] == len(ask["prompt"] + out.tokens) - 1
     )
     assert sum(one.writer.dropped.values()) > 0
-    root.unlink()
 
 
 def test_routes_alone_are_recorded_without_quantisation(rollout):
@@ -352,3 +350,157 @@ def test_routes_alone_are_recorded_without_quantisation(rollout):
     assert one.assemble(ask["id"], ask["prompt"], out).missing == {}
     assert out.seconds["pack"] > 0
     assert out.seconds["put"] > 0
+
+
+# -- prefixes that several trajectories share ---------------------------------------------------------------
+
+
+def group(count, *, prompt=(3, 1, 4, 1, 5, 9, 2, 6), new=20, first=0):
+    return [
+        {"prompt": list(prompt), "new": new, "seed": 100 + index, "id": f"g{index}"}
+        for index in range(first, first + count)
+    ]
+
+
+def check(one, wanted, done, *, audited=()):
+    """Every row is there once, as the trainer finds it; returns the handles by how many name them."""
+    for ask, out in zip(wanted, done, strict=True):
+        assert one.assemble(ask["id"], ask["prompt"], out).missing == {}
+        if ask["id"] in audited:
+            assert one.assemble(ask["id"], ask["prompt"], out, audit=True).missing == {}
+        for audit in {entry.audit for entry in out.entries}:
+            mine = [entry for entry in out.entries if entry.audit is audit]
+            assert [entry.start for entry in mine] == [0, *(entry.stop for entry in mine[:-1])]
+            assert mine[-1].stop == len(ask["prompt"]) + len(out.tokens) - 1
+    return Counter(entry.handle for out in done for entry in out.entries)
+
+
+def headers(one, done):
+    return [[decode_frame(one.store.get(entry.handle)).header for entry in out.entries] for out in done]
+
+
+def release_all(one, done):
+    """Release trajectory by trajectory, as a trainer does; the store is empty after the last one only."""
+    held = one.store.frames()
+    for index, out in enumerate(done):
+        assert one.store.frames() > 0 or not out.entries, index
+        one.store.release([entry.handle for entry in out.entries])
+    assert (held > 0, one.store.frames()) == (True, 0)
+
+
+@pytest.mark.parametrize("store", [RingStore, ObjectStore])
+@pytest.mark.parametrize("chunk", [3, 512])
+def test_samples_of_a_prompt_share_the_frames_of_their_prefill(rollout, store, chunk):
+    one = rollout(spec_of(records={"chunkTokens": chunk}), store=store)
+    wanted = group(4) + asks(2) + group(3, prompt=(7,), first=4)
+    done = one.generate(*wanted)
+    shared = check(one, wanted, done)
+    prompt = 8
+    starts = range(0, prompt, chunk)
+    for out, found in zip(done[:4], headers(one, done[:4]), strict=True):
+        prefix = [header for header in found if header.prefix is not None]
+        assert [(h.prefix, h.row_start, h.row_stop) for h in prefix] == [
+            ("instance/0", start, min(start + chunk, prompt)) for start in starts
+        ]
+        assert [shared[entry.handle] for entry in out.entries[: len(prefix)]] == [4] * len(prefix)
+        assert {shared[entry.handle] for entry in out.entries[len(prefix) :]} == {1}
+    assert [header.prefix for found in headers(one, done[4:6]) for header in found if header.prefix] == []
+    assert {found[0].prefix for found in headers(one, done[6:])} == {"instance/1"}
+    # Recorded alone, the same rows: sharing changes where they are and nothing else.
+    alone = rollout(spec_of(records={"chunkTokens": chunk}))
+    for ask, out in zip(wanted, done, strict=True):
+        by_itself = alone.generate(ask)[0]
+        assert by_itself.tokens == out.tokens
+        both = [r.assemble(ask["id"], ask["prompt"], o) for r, o in ((one, out), (alone, by_itself))]
+        assert torch.equal(both[0].rows, both[1].rows)
+    release_all(one, done)
+
+
+def test_a_group_that_ends_with_its_first_token_has_the_shared_frames_alone(rollout):
+    one = rollout(spec_of(records={"auditEvery": 1}))
+    wanted = group(3, new=1)
+    done = one.generate(*wanted)
+    assert set(check(one, wanted, done, audited=["g0", "g1", "g2"]).values()) == {3}
+    assert one.store.frames() == 2
+    release_all(one, done)
+
+
+def test_audited_and_other_samples_of_a_prompt_pair(rollout):
+    one = rollout(spec_of(records={"auditEvery": 2, "chunkTokens": 5}))
+    wanted = group(6)
+    done = one.generate(*wanted)
+    shared = check(one, wanted, done, audited=["g0", "g2", "g4"])
+    assert {entry.audit for entry in done[0].entries} == {True, False}
+    assert Counter(shared.values())[3] == 6  # two frames of the prompt in each group, two more of the audit
+    release_all(one, done)
+
+
+@pytest.mark.parametrize("cut", ["one", "all but one"])
+def test_an_aborted_sharer_takes_nothing_from_the_others(rollout, cut):
+    one = rollout(spec_of(records={"chunkTokens": 4}))
+    wanted = group(4, new=40)
+    gone = ["g1"] if cut == "one" else ["g0", "g1", "g3"]
+    pending, _ = start_and(one, wanted, lambda: one.scheduler.abort(gone, deliver=True))
+    done = pending.wait()
+    left = [index for index, ask in enumerate(wanted) if ask["id"] not in gone]
+    assert all(done[index].entries == [] for index in range(4) if index not in left)
+    check(one, [wanted[index] for index in left], [done[index] for index in left])
+    assert one.store.frames() == len(handles_of(done))
+    release_all(one, [done[index] for index in left])
+
+
+def test_a_retracted_sharer_keeps_the_prefix_when_its_rows_are_the_same(rollout):
+    one = rollout(spec_of(records={"chunkTokens": 4}), kv_tokens=60)
+    wanted = group(4, new=20)
+    done = one.generate(*wanted)
+    assert one.scheduler.stats.retracted["memory"] > 0
+    shared = check(one, wanted, done)
+    assert Counter(shared.values())[4] == 2  # both frames of the prompt, still
+    same(done, rollout().generate(*wanted))
+    assert one.store.frames() == len(handles_of(done))
+    release_all(one, done)
+
+
+@pytest.mark.parametrize("rule", ["AsSampled", "AsAttended"])
+def test_after_an_update_sharers_have_a_prefix_of_their_version(rollout, rule):
+    one = rollout(spec_of(records={"chunkTokens": 4, "reprefill": rule}))
+    wanted = group(3, new=40)
+    pending, _ = start_and(one, wanted, lambda: one.scheduler.pause(abort=False))
+    one.push(weights_of(1), 1)
+    late = one.start(*group(2, first=3))
+    one.scheduler.call(one.scheduler.resume).result(WAIT_SECONDS)
+    done = pending.wait() + late.wait()
+    wanted += group(2, first=3)
+    check(one, wanted, done)
+    found = headers(one, done)
+    # Rows that were computed again replace the shared ones with AsAttended alone.
+    kept = rule == "AsSampled"
+    assert [[(h.prefix, h.version) for h in one_of[:2]] for one_of in found] == (
+        [[("instance/0" if kept else None, 0 if kept else 1)] * 2] * 3 + [[("instance/1", 1)] * 2] * 2
+    )
+    assert one.store.frames() == len(handles_of(done))
+    release_all(one, done)
+
+
+def test_what_is_forgotten_with_a_lost_call_is_no_other_calls(rollout):
+    """The ids of a lost call's requests are all that the loop has, and they name prefixes too."""
+    one = rollout(spec_of(records={"chunkTokens": 4}))
+    wanted = group(3) + group(3, first=3)
+    one.scheduler.call(lambda: one.scheduler.pause(abort=False)).result(WAIT_SECONDS)
+    lost, kept = one.start(*wanted[:3]), one.start(*wanted[3:])
+    one.scheduler.call(one.scheduler.resume)
+    lost, kept = lost.wait(), kept.wait()
+    assert handles_of(lost).isdisjoint(handles_of(kept))
+    one.store.source.forget([ask["id"] for ask in wanted[:3]])
+    assert one.store.frames() == len(handles_of(kept))
+    check(one, wanted[3:], kept)
+    release_all(one, kept)
+
+
+def test_a_prefix_that_cannot_be_put_is_missing_for_all_its_sharers(rollout):
+    one = rollout(deadline_seconds=0.1)
+    one.store.stop_server()
+    wanted = group(3, new=2)
+    done = one.generate(*wanted)
+    assert handles_of(done) == set()
+    assert sum(one.writer.dropped.values()) == 4  # the prompt once, and what each has alone

@@ -10,6 +10,7 @@ from tracerl.numerics import (
     E4M3,
     MXFP4,
     NVFP4,
+    BlockFormat,
     Guide,
     NonFiniteError,
     Order,
@@ -20,6 +21,7 @@ from tracerl.numerics import (
     guided_fake_quantize,
     guided_quantize,
     quantize,
+    quantize_dequantize,
 )
 
 
@@ -39,6 +41,28 @@ def every_value_under_every_scale(every: int) -> Tensor:
 def test_every_bf16_value_under_every_scale(order: Order) -> None:
     x = every_value_under_every_scale(every=2 if order is Order.RECIPROCAL else 18)
     assert torch.equal(fake_quantize(x, order=order), dequantize(quantize(x, order=order), x.dtype))
+
+
+@pytest.mark.parametrize("order", Order)
+@pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=["NVFP4", "MXFP4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_codes_and_values_in_one_call_are_those_of_two(
+    order: Order, fmt: BlockFormat, dtype: torch.dtype
+) -> None:
+    """Bit for bit, the signs of zeros too, and over more values than go through the steps together."""
+    x = torch.randn(1400, 96, generator=torch.Generator().manual_seed(4)).to(dtype)
+    x[5] = 0
+    x[6], x[7, ::2] = -0.0, 1e-38
+    scale = TensorScale(torch.full((), 3.7), "encode") if fmt is NVFP4 else TensorScale.one()
+    whole, values = quantize_dequantize(x, fmt, tensor_scale=scale, order=order)
+    q = quantize(x, fmt, tensor_scale=scale, order=order)
+    assert torch.equal(whole.codes, q.codes)
+    assert torch.equal(whole.scales, q.scales)
+    wanted, pattern = dequantize(q, dtype), torch.int16 if dtype is torch.bfloat16 else torch.int32
+    assert values.dtype == dtype
+    assert torch.equal(values.view(pattern), wanted.view(pattern))
+    with pytest.raises(NonFiniteError, match="layer 3"):
+        quantize_dequantize(x / 0, fmt, order=order, site="layer 3 Key")
 
 
 @pytest.mark.parametrize("band", [None, 0.1])

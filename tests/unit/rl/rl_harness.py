@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ from tracerl.api.model import ModelShape
 from tracerl.api.resolved import Endpoint, EndpointFile, Endpoints, ResolvedJob
 from tracerl.engines.reference.server import RolloutServer
 from tracerl.engines.reference.trainer import ReferenceTrainer
+from tracerl.rl.loading import LEADER, open_loader
 from tracerl.rl.loop import run_loop
+from tracerl.rl.parallel import LeadingEngine
+from tracerl.transport.sources import open_sink
 
 SHAPE = ModelShape.uniform(
     2, hidden=32, heads=2, kv_heads=1, head_dim=16, experts=4, top_k=2, expert_hidden=16, vocab=64, context=32
@@ -68,20 +72,25 @@ def make_job(directory: Path, **sections: dict[str, Any]) -> ResolvedJob:
         run_dir=directory,
         cache_dir=directory / "cache",
         token_file=directory / "token",
-        endpoints=Endpoints(directory=directory / "endpoints", rollout=[Endpoint(name="rollout-0")]),
+        endpoints=Endpoints(
+            directory=directory / "endpoints",
+            rollout=[Endpoint(name="rollout-0")],
+            trainer=[Endpoint(name="trainer-0"), Endpoint(name="trainer-1")],
+        ),
     )
 
 
 @contextlib.asynccontextmanager
-async def rollout(resolved: ResolvedJob, records_uri: str | None = None) -> AsyncIterator[RolloutServer]:
+async def rollout(
+    resolved: ResolvedJob, puts_into: ResolvedJob | None = None
+) -> AsyncIterator[RolloutServer]:
     """Serve rollout-0 on a free port, published like that of a real process."""
     server = RolloutServer(
         resolved.job,
         SHAPE,
         job_uid=resolved.job_uid,
-        name="rollout-0",
         token="secret",
-        records_uri=records_uri or resolved.records_uri,
+        open_sink=partial(open_sink, puts_into or resolved, "rollout-0"),
     )
     runner = web.AppRunner(server.application(), handler_cancellation=True, access_log=None)
     await runner.setup()
@@ -122,13 +131,20 @@ class Log:
     @property
     def repeatable(self) -> list[dict[str, Any]]:
         """Steps without what differs between equal runs: times and names."""
-        timed = {"run_id", "time", "seconds", "overhead", "tokens_per_second"}
+        timed = {"run_id", "time", "seconds", "overhead", "tokens_per_second", "transport"}
         return [{key: value for key, value in line.items() if key not in timed} for line in self.of("step")]
 
 
 def trainer(resolved: ResolvedJob) -> ReferenceTrainer:
     torch.set_num_threads(1)
     return ReferenceTrainer(SHAPE, resolved.job.spec)
+
+
+@contextlib.contextmanager
+def leading(resolved: ResolvedJob, ranks: int = 1) -> Iterator[LeadingEngine]:
+    """What the loop makes of a trainer, here for trajectories without entries."""
+    with open_loader(resolved, SHAPE, "run", LEADER) as (loader, _):
+        yield LeadingEngine(trainer(resolved), loader, run_id="run", nodes=[None] * ranks)
 
 
 async def run(resolved: ResolvedJob, log: Log | None = None) -> Log:

@@ -20,28 +20,35 @@ from tracerl.rl.train import Group, Sample
 
 
 class World:
-    """A trainer and rollouts whose every finish is chosen by a random generator: nothing depends on time."""
+    """A trainer, rollouts and stores whose every event is chosen by a random generator: no time passes."""
 
-    def __init__(self, algorithm: Algorithm, order: random.Random, replicas: int = 1) -> None:
-        self.algorithm, self.order = algorithm, order
+    def __init__(
+        self, algorithm: Algorithm, order: random.Random, replicas: int = 1, *, faults: bool = False
+    ) -> None:
+        self.algorithm, self.order, self.faults = algorithm, order, faults
         self.version = 0
         self.requests: list[list[int]] = []
         self.unfinished: list[asyncio.Event] = []
         self.released: list[int] = []
+        self.given_up: list[int] = []
         self.tasks: list[asyncio.Task[None]] = []
-        self.batches = Batches(
-            algorithm,
-            generate=self.generate,
-            release=self.release,
-            spawn=self.spawn,
-            replicas=replicas,
-            first=0,
-        )
+        self.batches = Batches(algorithm, self, spawn=self.spawn, replicas=replicas, first=0)
+
+    async def congested(self) -> bool:
+        await asyncio.sleep(0)
+        return self.faults and self.order.random() < 0.5
+
+    async def incomplete(self, groups: Sequence[Group]) -> list[Group]:
+        await asyncio.sleep(0)
+        return [group for group in groups if self.faults and self.order.random() < 0.1]
+
+    async def give_up(self, groups: Sequence[Group]) -> None:
+        self.given_up += [group.index for group in groups]
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         self.tasks.append(asyncio.ensure_future(work))
 
-    async def generate(self, indices: Sequence[int]) -> list[Group]:
+    async def groups(self, indices: Sequence[int]) -> list[Group]:
         self.requests.append(list(indices))
         started, finished = self.version, asyncio.Event()
         self.unfinished.append(finished)
@@ -57,7 +64,7 @@ class World:
 
     async def step(self) -> list[Group]:
         """Train one step: rollouts finish in any order until the batch is there."""
-        self.batches.submit(self.version)
+        await self.batches.submit(self.version)
         taking = asyncio.ensure_future(self.batches.take(self.version))
         while not taking.done():
             for _ in range(5):
@@ -87,16 +94,19 @@ def algorithm(staleness: str, max_version_diff: int, steps: int = 8, size: int =
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(0, 4), st.integers(0, 2**32))
-def test_waiting_trains_every_group_in_order_and_in_time(max_version_diff: int, seed: int) -> None:
+@given(st.integers(0, 4), st.integers(0, 2**32), st.booleans())
+def test_waiting_trains_every_group_in_order_and_in_time(
+    max_version_diff: int, seed: int, faults: bool
+) -> None:
     async def scenario() -> None:
-        world = World(algorithm("Wait", max_version_diff), random.Random(seed))
+        world = World(algorithm("Wait", max_version_diff), random.Random(seed), faults=faults)
         for step in range(8):
             groups = await world.step()
             assert [group.index for group in groups] == [3 * step, 3 * step + 1, 3 * step + 2]
             assert all(step - group.oldest_version <= max_version_diff for group in groups)
         # All that was asked for was trained on: nothing runs when the job ends.
-        assert sorted(index for request in world.requests for index in request) == list(range(24))
+        asked = sorted(index for request in world.requests for index in request)
+        assert asked == sorted([*range(24), *world.given_up])
         assert not world.unfinished
         assert not world.released
 
@@ -104,10 +114,10 @@ def test_waiting_trains_every_group_in_order_and_in_time(max_version_diff: int, 
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(0, 4), st.integers(0, 2**32))
-def test_dropping_keeps_the_bound_and_loses_no_group(max_version_diff: int, seed: int) -> None:
+@given(st.integers(0, 4), st.integers(0, 2**32), st.booleans())
+def test_dropping_keeps_the_bound_and_loses_no_group(max_version_diff: int, seed: int, faults: bool) -> None:
     async def scenario() -> None:
-        world = World(algorithm("Drop", max_version_diff), random.Random(seed))
+        world = World(algorithm("Drop", max_version_diff), random.Random(seed), faults=faults)
         trained: list[int] = []
         for step in range(8):
             groups = await world.step()
@@ -124,7 +134,7 @@ def test_dropping_keeps_the_bound_and_loses_no_group(max_version_diff: int, seed
 
 async def test_a_group_that_became_too_old_is_dropped_whole_and_replaced() -> None:
     world = World(algorithm("Drop", 1, size=1), random.Random(0))
-    world.batches.submit(0)
+    await world.batches.submit(0)
     await asyncio.sleep(0)
     slow = world.unfinished.pop(0)
     await world.step()
@@ -145,15 +155,9 @@ async def test_pending_groups_are_asked_for_again_after_a_resume() -> None:
     await world.stop()
     again = World(algorithm("Drop", 1), random.Random(4))
     again.batches = Batches(
-        again.algorithm,
-        generate=again.generate,
-        release=again.release,
-        spawn=again.spawn,
-        replicas=1,
-        first=first,
-        pending=pending,
+        again.algorithm, again, spawn=again.spawn, replicas=1, first=first, pending=pending
     )
-    again.batches.submit(1)
+    await again.batches.submit(1)
     await asyncio.sleep(0)
     asked = [index for request in again.requests for index in request]
     assert asked[: len(pending)] == pending
@@ -169,10 +173,57 @@ async def test_the_synchronous_mode_asks_each_replica_once(
     max_version_diff: int, replicas: int, requests: list[list[int]]
 ) -> None:
     world = World(algorithm("Wait", max_version_diff), random.Random(0), replicas)
-    world.batches.submit(0)
+    await world.batches.submit(0)
     await asyncio.sleep(0)
     assert world.requests == requests
     await world.stop()
+
+
+@pytest.mark.parametrize("staleness", ["Wait", "Drop"])
+async def test_while_a_store_is_congested_only_the_next_step_is_asked_for(staleness: str) -> None:
+    world = World(algorithm(staleness, 2), random.Random(0))
+    full = True
+
+    async def congested() -> bool:
+        return full
+
+    world.congested = congested  # type: ignore[method-assign]
+    await world.batches.submit(0)
+    await asyncio.sleep(0)
+    assert world.requests == [[0], [1], [2]]
+    # An arrival looks again; three waits in a row are one.
+    world.unfinished.pop().set()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert world.requests == [[0], [1], [2]]
+    assert world.batches.waits == 1
+    full = False
+    world.unfinished.pop().set()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert world.requests == [[index] for index in range(9)]
+    # What the next step lacks is asked for whatever the stores say: it alone makes room.
+    full = True
+    await world.step()
+    world.version = 3
+    await world.batches.submit(3)
+    await asyncio.sleep(0)
+    assert len(world.requests) == (12 if staleness == "Wait" else 9)
+    await world.stop()
+
+
+async def test_groups_that_lost_frames_are_generated_again() -> None:
+    world = World(algorithm("Wait", 0), random.Random(0))
+    lost = {0, 2}
+
+    async def incomplete(groups: Sequence[Group]) -> list[Group]:
+        return [group for group in groups if group.index in lost and group.index not in world.given_up]
+
+    world.incomplete = incomplete  # type: ignore[method-assign]
+    groups = await world.step()
+    assert [group.index for group in groups] == [0, 1, 2]
+    assert world.given_up == [0, 2]
+    assert world.requests == [[0, 1, 2], [0], [2]]
 
 
 def test_sample_seeds_differ_and_do_not_change() -> None:

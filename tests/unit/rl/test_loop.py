@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pydantic import TypeAdapter
-from rl_harness import Log, make_job, rollout, run, trainer
+from rl_harness import SHAPE, Log, make_job, rollout, run, trainer
 
 from tracerl.api.errors import JobError
+from tracerl.engines.reference.trainer import ReferenceTrainer
+from tracerl.rl.loading import RecordLoader
 from tracerl.rl.loop import run_loop
 from tracerl.rl.steprecord import RunRecord
 
 LINE: TypeAdapter[RunRecord] = TypeAdapter(RunRecord)
 
 
-def frames(directory: Path) -> list[Path]:
-    return list((directory / "records").rglob("*.trec"))
+def objects(directory: Path) -> list[Path]:
+    return list((directory / "records").rglob("*.trecs"))
 
 
 async def test_two_runs_repeat_exactly_and_a_resumed_one_continues_exactly(tmp_path: Path) -> None:
@@ -55,14 +60,13 @@ async def test_two_runs_repeat_exactly_and_a_resumed_one_continues_exactly(tmp_p
 @pytest.mark.parametrize(("retention", "kept"), [("Trained", False), ("Job", True), ("Forever", True)])
 async def test_how_long_frames_are_kept(tmp_path: Path, retention: str, kept: bool) -> None:
     transport = {"onlyObject": True, "object": {"retention": retention}}
-    during: list[int] = []
-    log = Log(lambda line: during.append(len(frames(tmp_path))) if line["type"] == "step" else None)
-    await run(make_job(tmp_path, algorithm={**ALGORITHM, "maxVersionDiff": 0}, transport=transport), log)
-    trained = [step["records"]["frames"] for step in log.of("step")]
-    assert min(trained) > 0
-    # Those that were trained on, and none of evaluations.
-    assert during == ([sum(trained[:n]) for n in (1, 2, 3, 4)] if kept else [0, 0, 0, 0])
-    assert len(frames(tmp_path)) == (sum(trained) if kept else 0)
+    log = await run(make_job(tmp_path, algorithm={**ALGORITHM, "maxVersionDiff": 0}, transport=transport))
+    for step in log.of("step"):
+        assert step["records"]["frames"] > 0
+        held = step["transport"]
+        assert held["read_bytes"]["object"] >= step["records"]["bytes"]
+        assert (held["frames"] > 0, held["frame_bytes"] > 0) == (kept, kept)
+    assert bool(objects(tmp_path)) is kept
 
 
 async def test_what_a_step_reports(tmp_path: Path) -> None:
@@ -71,7 +75,7 @@ async def test_what_a_step_reports(tmp_path: Path) -> None:
     start, finish = log.of("start")[0], log.of("finish")[0]
     assert start["held_out_reward"] == finish["held_out_first"]
     assert finish["outcome"] == "Complete"
-    assert not frames(tmp_path), "frames are released after the step that used them"
+    assert not objects(tmp_path), "frames are released after the step that used them"
     rewards = [step["reward"]["mean"] for step in log.of("step")]
     assert len(set(rewards)) > 1, "there is something to learn from"
     for step in log.of("step"):
@@ -93,7 +97,8 @@ async def test_what_a_step_reports(tmp_path: Path) -> None:
         # Every quantised site of both layers; FP32 on both sides rounds alike.
         assert len(step["mismatch"]) == 6
         assert all(site["rtn_mismatched"] <= 0.01 * site["rtn_values"] for site in step["mismatch"])
-        parts = {name: value for name, value in step["seconds"].items() if name not in {"total", "unpack"}}
+        within = {"total", "load", "unpack"}
+        parts = {name: value for name, value in step["seconds"].items() if name not in within}
         assert 0 < sum(parts.values()) <= step["seconds"]["total"]
 
 
@@ -164,6 +169,7 @@ async def test_a_restarted_rollout_gets_weights_and_generates_again(tmp_path: Pa
     assert log.of("step")[-1]["restarts"] == 1
     assert [event["reason"] for event in log.of("event")] == ["RolloutRestarted"]
     assert all(step["records"]["rows_missing"] == 0 for step in log.of("step"))
+    assert not objects(tmp_path), "what was lost in flight is forgotten"
 
 
 async def test_too_many_restarts_fail_the_job(tmp_path: Path) -> None:
@@ -174,13 +180,54 @@ async def test_too_many_restarts_fail_the_job(tmp_path: Path) -> None:
 
 async def test_records_that_never_arrive_fail_the_job(tmp_path: Path) -> None:
     job, log = make_job(tmp_path), Log()
-    async with rollout(job, records_uri=(tmp_path / "elsewhere").as_uri()):
+    async with rollout(job, puts_into=job.model_copy(update={"run_dir": tmp_path / "elsewhere"})):
         with pytest.raises(JobError, match=r"step 1 lacks (\d+) of \1 record rows \(\1 missing\)") as error:
             await run_loop(job, trainer(job), log)
     assert error.value.reason == "RecordsMissing"
     finish = log.of("finish")[0]
     assert (finish["outcome"], finish["reason"]) == ("Failed", "RecordsMissing")
     assert finish["message"] == str(error.value)
+
+
+async def test_groups_whose_frames_were_lost_are_generated_again(tmp_path: Path) -> None:
+    job = make_job(tmp_path, algorithm={**ALGORITHM, "maxVersionDiff": 2})
+
+    def lose(line: Mapping[str, Any]) -> None:
+        if line["type"] == "step" and line["step"] == 1:
+            shutil.rmtree(tmp_path / "records")
+
+    log = await run(job, Log(lose))
+    assert {event["reason"] for event in log.of("event")} == {"RecordStoreRestarted"}
+    assert "are generated again" in log.of("event")[0]["message"]
+    assert [step["records"]["rows_missing"] for step in log.of("step")] == [0, 0, 0, 0]
+    assert log.of("finish")[0]["outcome"] == "Complete"
+
+
+async def test_frames_that_are_lost_while_their_step_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nothing is loaded before a pass needs it, and every trajectory is a pass of its own.
+    monkeypatch.setattr(RecordLoader, "prefetch", lambda *_: None)
+    job = make_job(tmp_path, trainer={"microBatchTokens": 16, "checkpoint": {"every": 4}})
+
+    class Losing(ReferenceTrainer):
+        def forward(self, *arguments: Any, version: int, **named: Any) -> torch.Tensor:
+            if version == 1:
+                shutil.rmtree(tmp_path / "records", ignore_errors=True)
+            return super().forward(*arguments, version=version, **named)
+
+    log = Log()
+    async with rollout(job):
+        await run_loop(job, Losing(SHAPE, job.job.spec), log)
+    (event,) = log.of("event")
+    assert event["reason"] == "RecordStoreRestarted"
+    assert re.match(
+        r"step 2 lacks \d+ of 66 record rows \(\d+ missing\), since their store", event["message"]
+    )
+    missing = [step["records"]["rows_missing"] for step in log.of("step")]
+    assert missing[1] > 0
+    assert missing[0] == missing[2] == missing[3] == 0
+    assert log.of("finish")[0]["outcome"] == "Complete"
 
 
 async def test_expectations(tmp_path: Path) -> None:

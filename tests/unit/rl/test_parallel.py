@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from rl_harness import SHAPE, Log, make_job, rollout
+from rl_harness import SHAPE, Log, leading, make_job, rollout, trainer
 from test_train import VERSION, groups
 
 from tracerl.api.errors import InputError, JobError
 from tracerl.api.job import Spec
+from tracerl.api.resolved import ResolvedJob
 from tracerl.engines.reference.trainer import ReferenceTrainer
 from tracerl.methods import plan
 from tracerl.rl.loop import run_loop
@@ -25,47 +25,53 @@ from tracerl.rl.train import Learner, StepOutcome, Timer
 
 
 @contextmanager
-def two_processes(spec: Spec, tmp_path: Path) -> Iterator[LeadingEngine]:
-    """Rank 0 here, rank 1 in a child, which must end by itself without an error."""
+def second_process(resolved: ResolvedJob) -> Iterator[None]:
+    """Rank 1 in a child, which must end by itself without an error."""
     torch.set_num_threads(1)
-    meeting = tmp_path / "endpoints/trainers"
+    meeting = resolved.layout.meeting
     child = os.fork()
     if child == 0:
         try:
             join(meeting, rank=1, ranks=2)
-            follow(ReferenceTrainer(SHAPE, spec), spec)
+            follow(ReferenceTrainer(SHAPE, resolved.job.spec), resolved, "trainer-1")
             os._exit(0)
         finally:
             os._exit(1)
     join(meeting, rank=0, ranks=2)
-    leader = LeadingEngine(ReferenceTrainer(SHAPE, spec))
     try:
-        yield leader
-        leader.close()
+        yield
     finally:
         dist.destroy_process_group()
         _, status = os.waitpid(child, 0)
     assert status == 0
 
 
-def spec_of(tmp_path: Path, **sections: dict[str, Any]) -> Spec:
+@contextmanager
+def two_processes(resolved: ResolvedJob) -> Iterator[LeadingEngine]:
+    with second_process(resolved), leading(resolved, ranks=2) as leader:
+        yield leader
+        leader.close()
+
+
+def job_of(tmp_path: Path, **sections: dict[str, Any]) -> ResolvedJob:
     algorithm = {"promptsPerStep": 4, "miniBatches": 2, "routingReplay": False}
-    return make_job(tmp_path, algorithm=algorithm, **sections).job.spec
+    return make_job(tmp_path, algorithm=algorithm, **sections)
 
 
-def step(engine: ReferenceTrainer | LeadingEngine, spec: Spec) -> StepOutcome:
+def step(engine: LeadingEngine, spec: Spec) -> StepOutcome:
     return Learner(engine, plan(spec, SHAPE), spec).step(groups(), VERSION, Timer())
 
 
 def test_a_step_of_two_processes_is_that_of_one(tmp_path: Path) -> None:
     # Micro-batches of one trajectory leave the second process without one.
-    spec = spec_of(tmp_path, method={"name": "QAT"}, trainer={"microBatchTokens": 16})
+    job = job_of(tmp_path, method={"name": "QAT"}, trainer={"microBatchTokens": 16})
+    spec = job.job.spec
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(2, 64, (5, 9), generator=generator)
     mask = torch.rand(5, 9, generator=generator) < 0.5
     losses, outcomes, states = [], [], []
 
-    def train(engine: ReferenceTrainer | LeadingEngine) -> None:
+    def train(engine: LeadingEngine) -> None:
         engine.set_learning_rate(0.01)
         losses.append(engine.supervised_step(tokens, mask))
         engine.reset_optimizer()
@@ -73,17 +79,17 @@ def test_a_step_of_two_processes_is_that_of_one(tmp_path: Path) -> None:
         outcomes.extend([step(engine, spec), step(engine, spec)])
         states.append(engine.state())
 
-    train(ReferenceTrainer(SHAPE, spec))
-    with two_processes(spec, tmp_path) as together:
+    with leading(job) as alone:
+        train(alone)
+    with two_processes(job) as together:
         train(together)
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     for one, two in zip(outcomes[:2], outcomes[2:], strict=True):
         assert two.policy.model_dump() == pytest.approx(one.policy.model_dump(), rel=1e-3, abs=1e-6)
         assert two.rollout_corr == pytest.approx(one.rollout_corr, rel=1e-3, abs=1e-5)
         assert two.gap_guided.tokens == one.gap_guided.tokens
-        counts = [{**asdict(o.engine), "sites": None} for o in (one, two)]
-        assert counts[0].keys() == counts[1].keys()
-        assert counts[0]["guided_rows"] == counts[1]["guided_rows"]
+        assert one.engine.guided_rows == two.engine.guided_rows
+        assert one.engine.records.rows == two.engine.records.rows
     for name, tensor in states[0].items():
         # In norm: AdamW turns the last bit of a gradient near zero into a whole step of one weight.
         difference = (states[1][name].float() - tensor.float()).norm()
@@ -91,8 +97,7 @@ def test_a_step_of_two_processes_is_that_of_one(tmp_path: Path) -> None:
 
 
 def test_an_error_of_another_process_ends_the_job_with_its_sentence(tmp_path: Path) -> None:
-    spec = spec_of(tmp_path)
-    with two_processes(spec, tmp_path) as together:
+    with two_processes(job_of(tmp_path)) as together:
         with pytest.raises(InputError):
             together.load_state({"updates": torch.tensor(3)})
         # The other process refused it as well, which the next answer from there tells.
@@ -101,11 +106,16 @@ def test_an_error_of_another_process_ends_the_job_with_its_sentence(tmp_path: Pa
 
 
 async def test_a_whole_job_with_records(tmp_path: Path) -> None:
-    job = make_job(tmp_path, records={"auditEvery": 2}, warmup={"steps": 3, "batchSize": 4})
+    job = make_job(
+        tmp_path,
+        records={"auditEvery": 2},
+        warmup={"steps": 3, "batchSize": 4},
+        trainer={"parallelism": {"data": 2}},
+    )
     log = Log()
-    with two_processes(job.job.spec, tmp_path) as together:
+    with second_process(job):
         async with rollout(job):
-            await run_loop(job, together, log)
+            await run_loop(job, trainer(job), log)
     steps = log.of("step")
     assert [line["step"] for line in steps] == [1, 2, 3, 4]
     for line in steps:
@@ -113,3 +123,9 @@ async def test_a_whole_job_with_records(tmp_path: Path) -> None:
         assert line["gap_guided"]["max"] < 1e-4
         assert line["routes_missing"] == 0
         assert len(line["mismatch"]) == 6
+        rows = line["prompt_tokens"] + line["response_tokens"] - line["trajectories"]
+        assert (line["records"]["rows"], line["records"]["rows_missing"]) == (rows, 0)
+        # Each process read its own frames and no others, but for prompts of which both have samples.
+        read = line["transport"]["read_bytes"]["object"]
+        whole = line["records"]["bytes"] + line["records"]["audit_bytes"]
+        assert whole <= read <= 1.5 * whole

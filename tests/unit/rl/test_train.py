@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from rl_harness import SHAPE, make_job
+from rl_harness import SHAPE, leading, make_job
 
 from tracerl.api.errors import JobError
 from tracerl.engines.base import Batch, Trajectory
@@ -43,15 +43,14 @@ def groups(offset: float = 0.0) -> list[Group]:
 
 class Trained:
     def __init__(self, directory: Path, batch: list[Group], **sections: dict[str, Any]) -> None:
-        torch.set_num_threads(1)
         sections = {"method": {"name": "BF16"}, **sections}
         algorithm = {"promptsPerStep": 4, "miniBatches": 1, "routingReplay": False}
         sections["algorithm"] = {**algorithm, **sections.get("algorithm", {})}
-        spec = make_job(directory, **sections).job.spec
-        self.engine = ReferenceTrainer(SHAPE, spec)
-        self.timer = Timer()
-        learner = Learner(self.engine, plan(spec, SHAPE), spec)
-        self.outcome: StepOutcome = learner.step(batch, VERSION, self.timer)
+        resolved = make_job(directory, **sections)
+        spec = resolved.job.spec
+        with leading(resolved) as engine:
+            learner = Learner(engine, plan(spec, SHAPE), spec)
+            self.outcome: StepOutcome = learner.step(batch, VERSION, Timer())
 
 
 def test_the_gradient_is_that_of_weighted_reinforce(tmp_path: Path) -> None:

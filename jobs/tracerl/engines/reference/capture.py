@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -21,23 +21,33 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tracerl.api.frames import Handle
+from tracerl.api.frames import FrameKey, Handle
 from tracerl.api.job import Quantization, Reprefill, RoundingOrder
 from tracerl.api.model import ModelShape
 from tracerl.engines.reference.model import PlainHooks
 from tracerl.methods import MethodPlan, Treatment
-from tracerl.numerics import BlockFormat, Quantized, dequantize, fake_quantize, quantize
-from tracerl.records.frame import FrameHeader, encode_frame
+from tracerl.numerics import (
+    BlockFormat,
+    NonFiniteError,
+    Quantized,
+    fake_quantize,
+    quantize,
+    quantize_dequantize,
+)
+from tracerl.records.frame import FrameHeader, encode_frame, frame_bytes_bound
 from tracerl.records.pairing import RecordEntry
 from tracerl.records.rows import pack_routes, pack_rows
 from tracerl.records.sites import BLOCK_FORMATS, Site, SiteKind, SiteTable
-from tracerl.transport.base import Transport, TransportError
+from tracerl.transport.base import FrameSink, TransportError, Usage
 
 _log = logging.getLogger(__name__)
 
 ZeroBlocks = npt.NDArray[np.int64]
 """int64 [m, 3]: (row, site index, block) of blocks whose scale is 0, sorted by row."""
 NO_ZERO_BLOCKS: ZeroBlocks = np.zeros((0, 3), np.int64)
+_CLOSE_SECONDS = 0.5
+"""How long a writer that is closed may go on with what it waits for."""
+_NO_ROW_BYTES = torch.empty((0,), dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -55,23 +65,21 @@ class _Packer:
     """
 
     def __init__(self, table: SiteTable, fmt: BlockFormat, order: RoundingOrder) -> None:
-        self._table, self._format, self._order = table, fmt, order
-        self._columns = [slice(start := table.offset(s), start + s.row_bytes) for s in table.sites]
+        self._format, self._order = fmt, order
         groups: dict[Site, list[int]] = {}
         for index, site in enumerate(table.sites):
             # Keys and values of one width pack alike.
             kind = SiteKind.KEY if site.kind is SiteKind.VALUE else site.kind
             groups.setdefault(replace(site, layer=0, kind=kind), []).append(index)
-        self._groups = list(groups.values())
+        self._groups = list(groups.items())
         self.values: list[Quantized | Tensor | None] = [None] * len(table.sites)
         """By site: its codes, or the values [rows, dim] that codes are still to be made of; or expert ids."""
 
     def pack(self, rows: int) -> Captured:
         """Pack what `values` holds for `rows` rows, and forget it."""
-        out = torch.empty((rows, self._table.row_bytes), dtype=torch.uint8)
+        pieces: list[Tensor] = [_NO_ROW_BYTES] * len(self.values)
         zero: list[ZeroBlocks] = []
-        for members in self._groups:
-            site = self._table.sites[members[0]]
+        for site, members in self._groups:
             values = [self.values[index] for index in members]
             tensors = [value for value in values if isinstance(value, Tensor)]
             if site.kind is SiteKind.ROUTES:
@@ -85,9 +93,10 @@ class _Packer:
                 if len(found):
                     place, block = found.numpy().T
                     zero.append(np.stack([place % rows, np.array(members)[place // rows], block], axis=1))
-            for index, part in zip(members, packed.view(len(members), rows, -1), strict=True):
-                out[:, self._columns[index]] = part
+            for index, piece in zip(members, packed.view(len(members), rows, -1).unbind(), strict=True):
+                pieces[index] = piece
         self.values = [None] * len(self.values)
+        out = torch.cat(pieces, dim=1) if pieces else torch.empty((rows, 0), dtype=torch.uint8)
         return Captured(out, _by_row(np.concatenate(zero)) if zero else NO_ZERO_BLOCKS)
 
 
@@ -170,13 +179,18 @@ class CaptureHooks(PlainHooks):
         """Quantise the routed experts' input."""
         return self._round(self._uses[layer, SiteKind.EXPERT_INPUT], x)
 
-    def key(self, layer: int, k: Tensor) -> Tensor:
-        """Quantise keys."""
-        return self._round(self._uses[layer, SiteKind.KEY], k)
-
-    def value(self, layer: int, v: Tensor) -> Tensor:
-        """Quantise values."""
-        return self._round(self._uses[layer, SiteKind.VALUE], v)
+    def key_value(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Quantise keys and values, in one call: what a method does with the ones it does with the others."""
+        key, value = self._uses[layer, SiteKind.KEY], self._uses[layer, SiteKind.VALUE]
+        if not key.quantized:
+            return k, v
+        try:
+            out_k, out_v = self._quantise((key, value), torch.cat([k, v])).chunk(2)
+        except NonFiniteError:  # which of the two?
+            return self._round(key, k), self._round(value, v)
+        self._keep_audited(key, k)
+        self._keep_audited(value, v)
+        return out_k, out_v
 
     @property
     def fc2_input(self) -> Callable[[int, Tensor], Tensor] | None:
@@ -197,18 +211,30 @@ class CaptureHooks(PlainHooks):
     def _round(self, use: _SiteUse, x: Tensor) -> Tensor:
         if not use.quantized:
             return x
-        if use.record is None:
-            out = fake_quantize(x, self._format, order=self._order, site=use.name)
+        out = self._quantise((use,), x)
+        self._keep_audited(use, x)
+        return out
+
+    def _quantise(self, uses: Sequence[_SiteUse], x: Tensor) -> Tensor:
+        """Round the values of sites, one below the other in x, and keep the codes if they are recorded."""
+        recorded = [use.record for use in uses if use.record is not None]
+        if not recorded:
+            return fake_quantize(x, self._format, order=self._order, site=uses[0].name)
+        started = time.thread_time()
+        quantized, out = quantize_dequantize(x, self._format, order=self._order, site=uses[0].name)
+        if len(uses) == 1:
+            self._record.values[recorded[0]] = quantized
         else:
-            started = time.thread_time()
-            quantized = quantize(x, self._format, order=self._order, site=use.name)
-            out = dequantize(quantized, x.dtype)
-            self._record.values[use.record] = quantized
-            self.capture_seconds += self._extra * (time.thread_time() - started)
+            codes, scales = quantized.codes.chunk(len(uses)), quantized.scales.chunk(len(uses))
+            for index, part, scale in zip(recorded, codes, scales, strict=True):
+                self._record.values[index] = replace(quantized, codes=part, scales=scale)
+        self.capture_seconds += self._extra * (time.thread_time() - started)
+        return out
+
+    def _keep_audited(self, use: _SiteUse, x: Tensor) -> None:
         if self._audit is not None and self._audited is not None and use.audit is not None:
             # Blocks do not look beyond their row, so a few rows alone give the codes that they had among all.
             self._audit.values[use.audit] = x[self._audited]
-        return out
 
 
 def _share_of_recording(fmt: BlockFormat, order: RoundingOrder) -> float:
@@ -218,16 +244,20 @@ def _share_of_recording(fmt: BlockFormat, order: RoundingOrder) -> float:
     """
     x = torch.linspace(-3, 3, 64 * 1024).view(-1, 16 * fmt.block)
 
-    def best(function: Callable[[], object]) -> float:
-        def once() -> float:
-            started = time.thread_time()
-            function()
-            return time.thread_time() - started
+    def seconds(function: Callable[[], object]) -> float:
+        started = time.thread_time()
+        function()
+        return time.thread_time() - started
 
-        return min(once() for _ in range(5))
-
-    rounding = best(lambda: fake_quantize(x, fmt, order=order))
-    recording = best(lambda: dequantize(quantize(x, fmt, order=order)))
+    # In turns, so that a machine that is busy for a while slows down both.
+    pairs = [
+        (
+            seconds(lambda: fake_quantize(x, fmt, order=order)),
+            seconds(lambda: quantize_dequantize(x, fmt, order=order)),
+        )
+        for _ in range(20)
+    ]
+    rounding, recording = min(pair[0] for pair in pairs), min(pair[1] for pair in pairs)
     return max(0.0, 1 - rounding / recording)
 
 
@@ -269,8 +299,11 @@ class RowBuffer:
 
     def store(self, slot_N: Tensor, position_N: Tensor, captured: Captured, version: int) -> None:
         """Write one forward pass: row i of `captured` is row position_N[i] of slot_N[i] (both int64 [N])."""
-        self._rows[slot_N, position_N] = captured.rows
-        self._versions[slot_N, position_N] = version
+        # numpy copies rows whole, torch element by element: a factor of 20 for rows of some KiB.
+        at = slot_N.numpy(), position_N.numpy()
+        if self.table.row_bytes:
+            self._rows.numpy()[at] = captured.rows.numpy()
+        self._versions.numpy()[at] = version
         if len(captured.zero_blocks):
             row = captured.zero_blocks[:, 0]
             found = captured.zero_blocks.copy()
@@ -381,14 +414,26 @@ class TrajectoryFrames:
 
 @dataclass(frozen=True)
 class FrameRows:
-    """Rows start..start+len(rows)-1 of a trajectory under one version; zero blocks count from `start`."""
+    """Rows start..start+len(rows)-1 under one version; zero blocks count from `start`.
 
-    frames: TrajectoryFrames
+    They are of one trajectory, or of a cached prefix that several trajectories share and that `prefix` names.
+    """
+
+    owners: Sequence[TrajectoryFrames]
     table: SiteTable
     start: int
     version: int
     rows: npt.NDArray[np.uint8]
     zero_blocks: ZeroBlocks
+    prefix: str | None = None
+
+
+@dataclass(frozen=True)
+class _Put:
+    """Frames to write until `deadline`, a value of time.monotonic()."""
+
+    frames: Sequence[FrameRows]
+    deadline: float
 
 
 @dataclass(frozen=True)
@@ -401,20 +446,19 @@ class _Forget:
 
 @dataclass(frozen=True)
 class _Call:
-    """Call when all work before it is done."""
+    """Call when all work before it is done; `settled`: when others can read its frames."""
 
     done: Callable[[], None]
+    settled: bool
 
 
 @dataclass(frozen=True)
 class Destination:
     """Where frames go, known once a run has pushed weights."""
 
-    transport: Transport
+    sink: FrameSink
     job_uid: str
     run_id: str
-    keep: bool
-    """Whether frames that nobody released stay when the run or the server ends."""
 
 
 class FrameWriter:
@@ -423,12 +467,14 @@ class FrameWriter:
     A frame that cannot be put is dropped and counted: its rows are then missing, never wrong.
     """
 
-    def __init__(self, *, limit_bytes: int) -> None:
-        """`limit_bytes`: above this much waiting work, `full` asks the scheduler to admit nothing new."""
-        self._limit = limit_bytes
-        self._work: queue.SimpleQueue[Sequence[FrameRows] | _Forget | _Call | Destination | None] = (
-            queue.SimpleQueue()
-        )
+    def __init__(self, *, limit_bytes: int, deadline_seconds: float) -> None:
+        """Start the thread.
+
+        `limit_bytes`: above this much waiting work, `full` asks the scheduler to admit nothing new.
+        `deadline_seconds`: how long after it was handed in a frame may wait for room.
+        """
+        self._limit, self._patience = limit_bytes, deadline_seconds
+        self._work: queue.SimpleQueue[_Put | _Forget | _Call | Destination | None] = queue.SimpleQueue()
         self._destination: Destination | None = None
         # Two counters with one writer each, instead of one that both threads change.
         self._bytes_in = 0
@@ -446,20 +492,20 @@ class FrameWriter:
         """Whether more work waits than the limit."""
         return self._bytes_in - self._bytes_out > self._limit
 
-    def held_bytes(self) -> int:
-        """Bytes of frames that are written and not yet released."""
+    def usage(self) -> Usage | None:
+        """What the sink's store holds and what the sink counted; None without one. TransportError."""
         destination = self._destination
-        return 0 if destination is None else destination.transport.usage().bytes_held
+        return None if destination is None else destination.sink.usage()
 
     def direct(self, destination: Destination) -> None:
-        """Send the frames that follow to this place; what is unreleased at the one before is deleted."""
+        """Send the frames that follow to this place, whose sink is closed when the next one comes."""
         self._work.put(destination)
 
     def put(self, work: Sequence[FrameRows]) -> None:
         """Write frames; never blocks. Those of one step come together, since every hand-over costs time."""
         if work:
-            self._bytes_in += sum(one.rows.nbytes for one in work)
-            self._work.put(work)
+            self._bytes_in += _bytes(work)
+            self._work.put(_Put(work, time.monotonic() + self._patience))
 
     def forget(self, frames: TrajectoryFrames, table: SiteTable | None = None) -> None:
         """Release a trajectory's frames (of one table), after those handed in before were written."""
@@ -467,71 +513,105 @@ class FrameWriter:
 
     def call(self, done: Callable[[], None]) -> None:
         """Call `done` on the writer's thread when everything handed in before was written."""
-        self._work.put(_Call(done))
+        self._work.put(_Call(done, settled=False))
+
+    def settle(self, done: Callable[[], None]) -> None:
+        """Call `done` on some thread when others can read everything that was handed in before."""
+        self._work.put(_Call(done, settled=True))
 
     def close(self) -> None:
-        """Write what waits, then stop."""
+        """Write what waits, as far as there is room at once, and stop."""
+        self._patience = 0.0
         self._work.put(None)
+        self._thread.join(_CLOSE_SECONDS)
+        if self._thread.is_alive() and (destination := self._destination) is not None:
+            destination.sink.close()  # ends the wait for room
         self._thread.join()
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             match work:
+                case _Put():
+                    self._write(work)
+                    self._bytes_out += _bytes(work.frames)
                 case _Forget():
-                    self._release(work)
+                    self._forget(work)
+                case _Call(settled=True) if self._destination is not None:
+                    self._destination.sink.settle(work.done)
                 case _Call():
                     work.done()
                 case Destination():
                     self._leave()
                     self._destination = work
-                case _:
-                    for one in work:
-                        try:
-                            self._write(one)
-                        except Exception as error:  # noqa: BLE001  a bug costs these rows, not all that waits
-                            self._drop("failed", f"{type(error).__name__}: {error}")
-                        self._bytes_out += one.rows.nbytes
         self._leave()
 
     def _leave(self) -> None:
-        if self._destination is None or self._destination.keep:
+        if self._destination is None:
             return
         try:
-            self._destination.transport.close()
+            self._destination.sink.close()
         except TransportError as error:
-            _log.warning("records are left behind: %s", error)
+            _log.warning("the way to the record store was not closed: %s", error)
 
-    def _write(self, work: FrameRows) -> None:
+    def _write(self, work: _Put) -> None:
         destination = self._destination
         if destination is None:
             raise RuntimeError("a frame before the first weight update")
-        header = FrameHeader(
-            job_uid=destination.job_uid,
-            run_id=destination.run_id,
-            trajectory=work.frames.trajectory,
-            part=0,
-            parts=1,
-            row_start=work.start,
-            row_stop=work.start + len(work.rows),
-            version=work.version,
-            table_digest=work.table.digest,
-            audit=work.table.audit,
-        )
-        started = time.thread_time()
-        frame = encode_frame(header, work.table, work.rows, work.zero_blocks)
-        packed = time.thread_time()
-        work.frames.pack_seconds += packed - started
-        try:
-            handle = destination.transport.put(frame, header.key)
-        except TransportError as error:
-            self._drop(error.fault, str(error))
+        sink = destination.sink
+        rows: list[FrameRows] = []
+        frames: list[tuple[bytes, FrameKey]] = []
+        for whole in work.frames:
+            for one in _cut(whole, destination, sink.max_frame_bytes):
+                started = time.thread_time()
+                try:
+                    frames.append(_encode(one, destination))
+                except Exception as error:  # noqa: BLE001  a bug costs these rows, not all that waits
+                    self._drop("failed", f"{type(error).__name__}: {error}")
+                    continue
+                rows.append(one)
+                packed = (time.thread_time() - started) / len(one.owners)
+                for owner in one.owners:
+                    owner.pack_seconds += packed
+        if not frames:
             return
-        self._failing = None
-        work.frames.put_seconds += time.thread_time() - packed
-        self.written_bytes["audit" if work.table.audit else "record"] += len(frame)
-        work.frames.entries.append(
-            RecordEntry(handle, 0, 1, header.row_start, header.row_stop, audit=work.table.audit)
-        )
+        patience = max(0.0, min(work.deadline - time.monotonic(), self._patience))
+        started = time.thread_time()
+        handles = self._put(sink, rows, frames, patience)
+        # Every byte has the same share in what putting them together cost.
+        cost = (time.thread_time() - started) / sum(len(frame) for frame, _ in frames)
+        for one, (frame, _), handle in zip(rows, frames, handles, strict=True):
+            if isinstance(handle, TransportError):
+                self._drop(handle.fault, str(handle))
+                continue
+            self._failing = None
+            self.written_bytes["audit" if one.table.audit else "record"] += len(frame)
+            entry = RecordEntry(handle, 0, 1, one.start, one.start + len(one.rows), audit=one.table.audit)
+            for owner in one.owners:
+                owner.entries.append(entry)
+                owner.put_seconds += cost * len(frame) / len(one.owners)
+
+    def _put(
+        self,
+        sink: FrameSink,
+        rows: Sequence[FrameRows],
+        frames: Sequence[tuple[bytes, FrameKey]],
+        patience: float,
+    ) -> Sequence[Handle | TransportError]:
+        """Put frames with a reference for each of their owners."""
+        try:
+            handles = sink.put_many(frames, timeout=patience)
+        except TransportError as error:
+            return [error] * len(frames)
+        stored = [(one, h) for one, h in zip(rows, handles, strict=True) if not isinstance(h, TransportError)]
+        more = [handle for one, handle in stored for _ in one.owners[1:]]
+        if more:
+            try:
+                sink.retain(more)
+            except TransportError as error:
+                # Without their references, frames would go while some of their owners still need them.
+                _release(sink, set(more))
+                return [error if len(one.owners) > 1 else h for one, h in zip(rows, handles, strict=True)]
+        return handles
 
     def _drop(self, fault: str, message: str) -> None:
         self.dropped[fault] += 1
@@ -539,19 +619,62 @@ class FrameWriter:
             _log.error("record frames are dropped: %s", message)
         self._failing = fault
 
-    def _release(self, work: _Forget) -> None:
+    def _forget(self, work: _Forget) -> None:
         keep: list[RecordEntry] = []
+        gone: list[Handle] = []
         for entry in work.frames.entries:
             if work.table is None or entry.audit is work.table.audit:
-                self._release_one(entry.handle)
+                gone.append(entry.handle)
             else:
                 keep.append(entry)
         work.frames.entries[:] = keep
+        if gone and self._destination is not None:
+            _release(self._destination.sink, gone)
 
-    def _release_one(self, handle: Handle) -> None:
-        if self._destination is None:
-            return
-        try:
-            self._destination.transport.release(handle)
-        except TransportError as error:
-            _log.warning("a record frame was not released: %s", error)
+
+def _bytes(work: Sequence[FrameRows]) -> int:
+    return sum(one.rows.nbytes for one in work)
+
+
+def _release(sink: FrameSink, handles: Iterable[Handle]) -> None:
+    try:
+        sink.release(handles)
+    except TransportError as error:
+        _log.warning("record frames were not released: %s", error)
+
+
+def _cut(whole: FrameRows, destination: Destination, limit: int) -> Iterator[FrameRows]:
+    """Halve rows until their frame has at most `limit` bytes, or one row."""
+    subject = whole.owners[0].trajectory if whole.prefix is None else whole.prefix
+    names = len((destination.job_uid + destination.run_id + subject).encode())
+    n = len(whole.rows)
+    if n == 1 or frame_bytes_bound(whole.table, n, len(whole.zero_blocks), names=names) <= limit:
+        yield whole
+        return
+    half, row = n // 2, whole.zero_blocks[:, 0]
+    early, late = whole.zero_blocks[row < half], whole.zero_blocks[row >= half] - np.array([half, 0, 0])
+    for part in (
+        replace(whole, rows=whole.rows[:half], zero_blocks=early),
+        replace(whole, start=whole.start + half, rows=whole.rows[half:], zero_blocks=late),
+    ):
+        yield from _cut(part, destination, limit)
+
+
+def _encode(rows: FrameRows, destination: Destination) -> tuple[bytes, FrameKey]:
+    header = FrameHeader(
+        job_uid=destination.job_uid,
+        run_id=destination.run_id,
+        trajectory=rows.owners[0].trajectory if rows.prefix is None else "",
+        part=0,
+        parts=1,
+        row_start=rows.start,
+        row_stop=rows.start + len(rows.rows),
+        version=rows.version,
+        table_digest=rows.table.digest,
+        prefix=rows.prefix,
+        audit=rows.table.audit,
+    )
+    # A store forgets frames by the ids of lost trajectories, which are all that the loop knows of them. Under
+    # the id of one of its owners a prefix goes with them; to the others its rows are then missing.
+    key = replace(header.key, trajectory=rows.owners[0].trajectory)
+    return encode_frame(header, rows.table, rows.rows, rows.zero_blocks), key

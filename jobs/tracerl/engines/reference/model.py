@@ -48,12 +48,11 @@ class SiteHooks(Protocol):
         """Input of the routed experts [N, hidden], once per token, before it is dispatched."""
         ...
 
-    def key(self, layer: int, k: Tensor, /) -> Tensor:
-        """Keys [N, kv_heads * head_dim] after norm and rotation, before they are cached and attended."""
-        ...
+    def key_value(self, layer: int, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
+        """Keys after norm and rotation, and values, before they are cached and attended.
 
-    def value(self, layer: int, v: Tensor, /) -> Tensor:
-        """Values [N, kv_heads * head_dim], before they are cached and attended."""
+        Both are [N, kv_heads * head_dim].
+        """
         ...
 
     def routes(self, layer: int, logits: Tensor, /) -> Tensor:
@@ -87,6 +86,10 @@ class PlainHooks:
     def value(self, _layer: int, v: Tensor, /) -> Tensor:
         """Give back what came."""
         return v
+
+    def key_value(self, layer: int, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
+        """Treat keys and values each by its own method."""
+        return self.key(layer, k), self.value(layer, v)
 
     def routes(self, _layer: int, logits: Tensor, /) -> Tensor:
         """The top-k experts, most probable first."""
@@ -300,7 +303,7 @@ class MoEModel(nn.Module):
             layer: Layer = module  # type: ignore[assignment]
             qkv = functional.linear(rms_norm(x_NH, layer.input_norm, shape.rms_eps), layer.qkv)
             q, k, v = norm_rotate(qkv, (layer.q_norm, layer.k_norm), rotation, (heads, groups), shape.rms_eps)
-            k, v = hooks.key(index, k), hooks.value(index, v)
+            k, v = hooks.key_value(index, k, v)
             attended = attention(
                 index, q.view(-1, heads, dim), k.view(-1, groups, dim), v.view(-1, groups, dim)
             )

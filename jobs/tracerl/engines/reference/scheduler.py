@@ -83,6 +83,8 @@ class Request:
     stop_token_ids: tuple[int, ...]
     deliver: Callable[[Finished | Broken], None]
     audited: bool = False
+    submission: int = -1
+    """Which call of `submit` it came with: whoever made that loses all of its requests or none."""
     spans: list[tuple[int, int]] = field(default_factory=list)
     """(version, first token that it sampled)."""
     seconds: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(2))
@@ -127,7 +129,7 @@ class _Ended:
         ]
         (capture, pack), frames = self.request.seconds.tolist(), self.request.frames
         seconds = {"capture": capture, "pack": pack + frames.pack_seconds, "put": frames.put_seconds}
-        return Finished(self.tokens, self.logp, self.reason, spans, frames.entries, seconds)
+        return Finished(self.tokens, self.logp, self.reason, spans, list(frames.entries), seconds)
 
 
 @dataclass
@@ -154,17 +156,20 @@ class Scheduler:
         buffers: Sequence[RowBuffer],
         writer: FrameWriter,
         *,
+        instance: str,
         kv_tokens: int,
         chunk_tokens: int,
         audit_every: int,
     ) -> None:
         """`buffers` holds the record's rows, then, if any are audited, the audit's, as large as the cache.
 
-        `kv_tokens` bounds the tokens cached at any time over all sequences.
+        `instance` is unique to this scheduler, for the names of prefixes. `kv_tokens` bounds the tokens that
+        are cached at any time over all sequences.
         """
         slots, capacity = cache.slots, cache.capacity
         self._model, self._cache, self._hooks = model, cache, hooks
         self._buffers, self._writer = list(buffers), writer
+        self._instance, self._fills = instance, itertools.count()
         self._kv_tokens, self._chunk, self._audit_every = kv_tokens, chunk_tokens, audit_every
         self.stats = Stats()
         self.version: int | None = None
@@ -193,7 +198,7 @@ class Scheduler:
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._paused = self._updating = self._stopping = self._stalled = False
-        self._enqueued, self._admitted = itertools.count(), itertools.count()
+        self._submitted, self._enqueued, self._admitted = (itertools.count() for _ in range(3))
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
         self._thread.start()
 
@@ -336,12 +341,14 @@ class Scheduler:
             self._decode()
 
     def _enqueue(self, requests: Sequence[Request]) -> None:
+        submission = next(self._submitted)
         for request in requests:
             if self.failure or self._stopping:
                 request.deliver(self.failure or _STOPPED)
                 continue
             if self._audit_every:
                 request.audited = next(self._enqueued) % self._audit_every == 0
+            request.submission = submission
             self._waiting.append(request)
 
     # -- admission ----------------------------------------------------------------------------------------
@@ -463,11 +470,12 @@ class Scheduler:
             self._open(request, slot)
         self._count += len(batch)
 
-        # Samples of one prompt share their prefill: it is computed in the first one's slot and copied.
-        first: dict[tuple[bool, tuple[int, ...]], int] = {}
+        # Samples of one prompt share their prefill and its frames: it is computed in the first one's slot and
+        # copied. Those that came together, that is: frames are forgotten with the requests of a lost call.
+        first: dict[tuple[int, bool, tuple[int, ...]], int] = {}
         source = np.array(
             [
-                first.setdefault((request.audited, tuple(request.prompt)), index)
+                first.setdefault((request.submission, request.audited, tuple(request.prompt)), index)
                 if request.saved is None
                 else index
                 for index, request in enumerate(batch)
@@ -485,6 +493,13 @@ class Scheduler:
         copies = np.flatnonzero(source != np.arange(len(batch)))
         if len(copies):
             self._copy(slots[source[copies]], slots[copies])
+            self._writer.put(
+                [
+                    one
+                    for index in np.unique(source[copies])
+                    for one in self._prefix_frames(slots[source == index])
+                ]
+            )
         for request, slot in zip(batch, slots.tolist(), strict=True):
             if request.saved is not None:
                 self._restore(request, slot, request.saved)
@@ -565,30 +580,56 @@ class Scheduler:
         token = token_B.numpy()
         stopped = (token[:, None] == self._stop[slots]).any(axis=1)
         ended = stopped | (position + 1 >= self._limit[slots])
-        if self._buffers[0].table.row_bytes:
-            self._emit(slots[~ended])
+        self._emit(slots[~ended])
         if ended.any():
             self._finish(slots[ended], stopped[ended])
 
     def _emit(self, slots: npt.NDArray[np.int64]) -> None:
-        """Hand whole chunks of the records' rows to the writer."""
-        buffer = self._buffers[0]
-        due = slots[self._length[slots] - 1 - buffer.emitted[slots] >= self._chunk]
-        self._writer.put(
-            [one for slot in due.tolist() for one in self._frames(slot, buffer, whole_chunks=True)]
-        )
+        """Hand whole chunks of rows to the writer, unless it has more than enough: they can wait here."""
+        if self._writer.full:
+            return
+        frames: list[FrameRows] = []
+        for buffer in self._buffers:
+            # An audited request's whole codes are in the second buffer.
+            having = slots if buffer is self._buffers[0] else slots[self._audited[slots]]
+            due = having[self._length[having] - 1 - buffer.emitted[having] >= self._chunk]
+            for slot in due.tolist():
+                frames += self._frames(slot, buffer, whole_chunks=True)
+        self._writer.put(frames)
 
     def _frames(self, slot: int, buffer: RowBuffer, *, whole_chunks: bool) -> Iterator[FrameRows]:
         """Cut the rows of a slot that are in no frame yet into frames."""
+        stop = int(self._length[slot]) - 1
+        yield from self._cut([self._request(slot).frames], slot, buffer, stop, whole_chunks=whole_chunks)
+
+    def _prefix_frames(self, slots: npt.NDArray[np.int64]) -> Iterator[FrameRows]:
+        """Cut the rows that slots have just got from one prefill into frames that they share."""
+        first = int(slots[0])
+        owners = [self._request(slot).frames for slot in slots.tolist()]
+        prefix = f"{self._instance}/{next(self._fills)}"
+        for buffer in self._buffers_of(self._request(first)):
+            stop = int(self._length[first])
+            yield from self._cut(owners, first, buffer, stop, whole_chunks=False, prefix=prefix)
+            buffer.emitted[slots] = buffer.emitted[first]
+
+    def _cut(
+        self,
+        owners: Sequence[TrajectoryFrames],
+        slot: int,
+        buffer: RowBuffer,
+        stop: int,
+        *,
+        whole_chunks: bool,
+        prefix: str | None = None,
+    ) -> Iterator[FrameRows]:
         if not buffer.table.row_bytes:
             return
-        versions = buffer.versions(slot, int(self._length[slot]) - 1)
+        versions = buffer.versions(slot, stop)
         start = int(buffer.emitted[slot])
-        for first, stop in frame_ranges(versions, start, self._chunk, whole_chunks=whole_chunks):
-            rows, zero_blocks = buffer.take(slot, first, stop)
-            frames = self._request(slot).frames
-            yield FrameRows(frames, buffer.table, first, int(versions[first]), rows, zero_blocks)
-            buffer.emitted[slot] = stop
+        for first, last in frame_ranges(versions, start, self._chunk, whole_chunks=whole_chunks):
+            rows, zero_blocks = buffer.take(slot, first, last)
+            yield FrameRows(owners, buffer.table, first, int(versions[first]), rows, zero_blocks, prefix)
+            buffer.emitted[slot] = last
 
     def _finish(self, slots: npt.NDArray[np.int64], stopped: npt.NDArray[np.bool_]) -> None:
         ended: list[_Ended] = []
@@ -607,13 +648,13 @@ class Scheduler:
         self._deliver(ended)
 
     def _deliver(self, ended: Sequence[_Ended]) -> None:
-        """Answer requests when the writer has written what was handed in before."""
+        """Answer requests when others can read the frames that were handed in before."""
 
         def deliver() -> None:
             for one in ended:
                 one.request.deliver(one.finished())
 
-        self._writer.call(deliver)
+        self._writer.settle(deliver)
 
     # -- ends ---------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ import secrets
 import signal
 import threading
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,7 +34,7 @@ from torch import Tensor
 
 from tracerl.api.constants import METRICS, Reason, Role
 from tracerl.api.errors import InputError, JobError
-from tracerl.api.job import DType, Retention, TraceRLJob
+from tracerl.api.job import DType, TraceRLJob
 from tracerl.api.model import ModelShape, model_shape
 from tracerl.api.resolved import EndpointFile, ResolvedJob
 from tracerl.engines.client import INSTANCE_HEADER, RUN_HEADER, SITE_TABLE_HEADER
@@ -44,8 +45,8 @@ from tracerl.engines.reference.weights import RolloutWeights, read_tensors
 from tracerl.engines.weight_group import DTYPES, WeightGroup
 from tracerl.methods import plan
 from tracerl.records.sites import audit_table, site_table
-from tracerl.transport.base import TransportError
-from tracerl.transport.directory import DirectoryTransport
+from tracerl.transport.base import FrameSink, TransportError, Usage
+from tracerl.transport.sources import open_sink
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -156,14 +157,22 @@ class RolloutServer:
     """One rollout process: model, scheduler and frame writer behind an aiohttp application."""
 
     def __init__(
-        self, job: TraceRLJob, shape: ModelShape, *, job_uid: str, name: str, token: str, records_uri: str
+        self,
+        job: TraceRLJob,
+        shape: ModelShape,
+        *,
+        job_uid: str,
+        token: str,
+        open_sink: Callable[[str], FrameSink],
     ) -> None:
-        """Take memory and start the threads; InputError when the job asks for more than there is."""
+        """Take memory and start the threads; InputError when the job asks for more than there is.
+
+        `open_sink` gives the sink of a run id; it may wait, and raises InputError or TransportError.
+        """
         spec = job.spec
         self.instance_id = uuid.uuid4().hex
-        self._shape, self._job_uid, self._name, self._records_uri = shape, job_uid, name, records_uri
+        self._shape, self._job_uid, self._open_sink = shape, job_uid, open_sink
         self._token = token.encode()
-        self._keep_frames = spec.transport.object.retention is not Retention.TRAINED
         self._model_uri = spec.model.uri
         method = plan(spec, shape)
         self._table = site_table(shape, spec)
@@ -191,13 +200,16 @@ class RolloutServer:
             shape, method, spec.quantization, self._table, tables[1] if len(tables) > 1 else None
         )
         self._weights = RolloutWeights(model, method, spec.quantization)
-        self._writer = FrameWriter(limit_bytes=_WAITING_BYTES)
+        self._writer = FrameWriter(
+            limit_bytes=_WAITING_BYTES, deadline_seconds=spec.transport.deadline_seconds
+        )
         self._scheduler = Scheduler(
             model,
             cache,
             hooks,
             buffers,
             self._writer,
+            instance=self.instance_id,
             kv_tokens=spec.rollout.kv_cache_tokens,
             chunk_tokens=spec.records.chunk_tokens,
             audit_every=spec.records.audit_every if len(tables) > 1 else 0,
@@ -237,7 +249,7 @@ class RolloutServer:
         self._scheduler.stop()
 
     def close(self) -> None:
-        """Write the frames that wait, delete those that nobody released, and end the writer."""
+        """Write the frames that wait, as far as there is room, and end the writer."""
         self._writer.close()
 
     # -- every request ------------------------------------------------------------------------------------
@@ -437,13 +449,11 @@ class RolloutServer:
             )
         if run != self._run_id:
             try:
-                transport = await asyncio.to_thread(
-                    DirectoryTransport, self._records_uri, store=self._name, job_uid=self._job_uid, run_id=run
-                )
-            except TransportError as error:
+                sink = await asyncio.to_thread(self._open_sink, run)
+            except (InputError, TransportError) as error:
                 return _done(str(error))
             await self._between_steps(self._scheduler.new_run)
-            self._writer.direct(Destination(transport, self._job_uid, run, keep=self._keep_frames))
+            self._writer.direct(Destination(sink, self._job_uid, run))
             self._run_id = run
             _log.info("serving run %s from now on", run)
         problem = await self._between_steps(self._scheduler.begin_update)
@@ -678,10 +688,18 @@ class _Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Make the metrics that `tracerl.api.constants.METRICS` lists for a rollout."""
         scheduler, writer, stats = self._scheduler, self._writer, self._scheduler.stats
+        usage = _usage(writer)
+        counted = Counter({} if usage is None else usage.counters)
         values: dict[str, dict[str, float]] = {
-            "tracerl_records_held_bytes": _held(writer),
+            "tracerl_records_held_bytes": {} if usage is None else {"": usage.frame_bytes},
             "tracerl_records_written_bytes_total": {**{"record": 0, "audit": 0}, **writer.written_bytes},
-            "tracerl_records_dropped_total": dict(writer.dropped),
+            "tracerl_records_dropped_total": {"lost": counted["lost_frames"], **writer.dropped},
+            "tracerl_object_uploads_total": {
+                "ok": counted["uploads_ok"],
+                "failed": counted["uploads_failed"],
+            },
+            "tracerl_object_uploaded_bytes_total": {"": counted["uploaded_bytes"]},
+            "tracerl_object_retries_total": {"": counted["retries"]},
             "tracerl_generated_tokens_total": {"": stats.generated_tokens},
             "tracerl_rollout_running_requests": {"": scheduler.running},
             "tracerl_rollout_queued_requests": {"": scheduler.queued},
@@ -704,11 +722,11 @@ class _Metrics(Collector):
             yield metric
 
 
-def _held(writer: FrameWriter) -> dict[str, float]:
+def _usage(writer: FrameWriter) -> Usage | None:
     try:
-        return {"": writer.held_bytes()}
+        return writer.usage()
     except TransportError:  # not known just now; every other metric is
-        return {}
+        return None
 
 
 # -- the process ------------------------------------------------------------------------------------------
@@ -741,9 +759,8 @@ async def _serve(resolved: ResolvedJob, index: int, shape: ModelShape) -> None:
         resolved.job,
         shape,
         job_uid=resolved.job_uid,
-        name=endpoint.name,
         token=resolved.token(),
-        records_uri=resolved.records_uri,
+        open_sink=partial(open_sink, resolved, endpoint.name),
     )
     runner = web.AppRunner(
         server.application(), handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS

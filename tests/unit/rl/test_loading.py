@@ -1,0 +1,383 @@
+"""Loading records: what trajectories get, what is fetched how often, and what is counted."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rl_harness import SHAPE, make_job
+
+from tracerl.api.frames import Handle
+from tracerl.api.job import Reprefill, Retention
+from tracerl.engines.base import Trajectory
+from tracerl.records.frame import FrameHeader, encode_frame
+from tracerl.records.pairing import RecordEntry
+from tracerl.records.partial import Selection
+from tracerl.records.sites import SiteKind, SiteSlice, SiteTable, audit_table, site_table
+from tracerl.rl.loading import RecordLoader
+from tracerl.transport.base import Borrowed, FrameSource, TransportError, Wanted
+from tracerl.transport.objects.filesystem import open_filesystem
+from tracerl.transport.objects.sink import ObjectSink
+from tracerl.transport.objects.source import ObjectSource
+
+JOB, RUN, VERSION, PROMPT = "job", "run", 3, 4
+_NUMBERS = itertools.count()
+
+
+class Watched:
+    """A source that remembers what was borrowed, and fails as a whole when told to."""
+
+    def __init__(self, source: FrameSource) -> None:
+        self.source = source
+        self.asked: list[Wanted] = []
+        self.error: TransportError | None = None
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def borrow(self, wanted: Sequence[Wanted]) -> Borrowed:
+        if self.error is not None:
+            raise self.error
+        self.gate.wait(30)
+        self.asked += wanted
+        return self.source.borrow(wanted)
+
+    def times(self, trajectory: Trajectory) -> int:
+        """How often its own frame was fetched."""
+        return [handle for handle, _ in self.asked].count(trajectory.entries[-1].handle)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.source, name)
+
+
+class World:
+    """A rollout's sink and a trainer's source in the same memory."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        spec = make_job(tmp_path).job.spec
+        self.table, self.audit = site_table(SHAPE, spec), audit_table(SHAPE, spec)
+        uri = f"memory://loading-{next(_NUMBERS)}"
+        self.sink = ObjectSink(
+            open_filesystem(uri),
+            store="rollout-0",
+            job_uid=JOB,
+            run_id=RUN,
+            batch_bytes=2**20,
+            batch_seconds=0.0,
+        )
+        self.source = Watched(
+            ObjectSource(open_filesystem(uri), job_uid=JOB, run_id=RUN, retention=Retention.TRAINED)
+        )
+        self.rows: dict[str, np.ndarray] = {}
+        self.audit_rows: dict[str, np.ndarray] = {}
+        self.sizes: dict[Handle, int] = {}
+        self.loaders: list[RecordLoader] = []
+
+    def frame(self, table: SiteTable, rows: np.ndarray, start: int, **subject: str) -> Handle:
+        header = FrameHeader(
+            job_uid=JOB,
+            run_id=RUN,
+            **{"trajectory": "", **subject},
+            part=0,
+            parts=1,
+            row_start=start,
+            row_stop=start + len(rows),
+            version=VERSION,
+            table_digest=table.digest,
+            audit=table.audit,
+        )
+        data = encode_frame(header, table, rows)
+        handle = self.sink.put(data, header.key)
+        self.sizes[handle] = len(data)
+        return handle
+
+    def group(self, name: str, samples: int, *, rows: int = 12, audited: bool = False) -> list[Trajectory]:
+        """Samples that share the rows of their prompt; the first of them may be audited."""
+        prefix = random_rows(self.table, PROMPT - 1, f"{name}-prefix")
+        shared = self.frame(self.table, prefix, 0, prefix=f"rollout-0/{name}")
+        found = []
+        for number in range(samples):
+            id = f"{name}-{number}"
+            own = random_rows(self.table, rows - len(prefix), id)
+            self.rows[id] = np.concatenate([prefix, own])
+            entries = [
+                RecordEntry(shared, 0, 1, 0, len(prefix)),
+                RecordEntry(self.frame(self.table, own, len(prefix), trajectory=id), 0, 1, len(prefix), rows),
+            ]
+            if number:
+                self.sink.retain([shared])
+            elif audited:
+                self.audit_rows[id] = random_rows(self.audit, rows, f"{id}-audit")
+                whole = self.frame(self.audit, self.audit_rows[id], 0, trajectory=id)
+                entries.insert(0, RecordEntry(whole, 0, 1, 0, rows, audit=True))
+            found.append(
+                Trajectory(
+                    id=id,
+                    tokens=torch.zeros(rows + 1, dtype=torch.int64),
+                    prompt_tokens=PROMPT,
+                    logp_rollout=torch.zeros(rows + 1 - PROMPT),
+                    token_versions=[VERSION] * (rows + 1 - PROMPT),
+                    entries=entries,
+                )
+            )
+        settled = threading.Event()
+        self.sink.settle(settled.set)
+        assert settled.wait(30)
+        return found
+
+    def loader(self, **settings: Any) -> RecordLoader:
+        loader = RecordLoader(
+            self.source,
+            self.table,
+            self.audit,
+            job_uid=JOB,
+            run_id=RUN,
+            reprefill=Reprefill.AS_SAMPLED,
+            **settings,
+        )
+        self.loaders.append(loader)
+        return loader
+
+    def check(self, loaded: Sequence[Trajectory]) -> None:
+        """Compare with what was recorded."""
+        for trajectory in loaded:
+            assert trajectory.records is not None
+            assert trajectory.records.present.all()
+            assert np.array_equal(trajectory.records.rows.numpy(), self.rows[trajectory.id])
+            if trajectory.id in self.audit_rows:
+                assert trajectory.audit is not None
+                assert np.array_equal(trajectory.audit.rows.numpy(), self.audit_rows[trajectory.id])
+            else:
+                assert trajectory.audit is None
+
+    def close(self) -> None:
+        for loader in self.loaders:
+            loader.close()
+        self.sink.close()
+        self.source.close()
+
+
+def random_rows(table: SiteTable, n: int, seed: str) -> np.ndarray:
+    rng = np.random.default_rng(list(seed.encode()))
+    rows = rng.integers(0, 256, (n, table.row_bytes), dtype=np.uint8) & 0x7E
+    for site in table.sites:
+        if site.kind is SiteKind.ROUTES:
+            at = table.offset(site)
+            rows[:, at : at + site.row_bytes] %= site.experts
+    return rows
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    world = World(tmp_path)
+    yield world
+    world.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_trajectory_gets_what_was_recorded_and_counts_once(world: World) -> None:
+    group, other = world.group("a", 3, audited=True), world.group("b", 1)
+    loader = world.loader()
+    world.check(loader.load(group))
+    world.check(loader.load([*group[1:], *other]))
+    assert all(t.records is None and t.audit is None for t in group)
+    counts = loader.take_counts()
+    assert (counts.rows, counts.missing, counts.frames) == (48, {}, 9)
+    audits = [e.handle for t in group for e in t.entries if e.audit]
+    assert counts.audit_bytes == sum(world.sizes[handle] for handle in audits)
+    # The prompt of the three samples travelled once.
+    assert counts.bytes + counts.audit_bytes == sum(world.sizes.values())
+    assert counts.fetch_seconds > 0
+    assert counts.unpack_seconds > 0
+    assert sorted(handle for handle, _ in world.source.asked) == sorted(world.sizes)
+    world.check(loader.load(group))
+    assert loader.take_counts().frames == 0
+
+
+def test_a_shared_prefix_is_fetched_once_over_several_loads(world: World) -> None:
+    group = world.group("a", 4)
+    loader = world.loader()
+    for trajectory in group:
+        world.check(loader.load([trajectory]))
+    assert len(world.source.asked) == 5
+    assert loader.take_counts().bytes == sum(world.sizes.values())
+
+
+def test_what_does_not_fit_is_fetched_again_and_not_counted_again(world: World) -> None:
+    group = world.group("a", 3)
+    loader = world.loader(cache_bytes=1)
+    for _ in range(2):
+        for trajectory in group:
+            world.check(loader.load([trajectory]))
+    assert all(world.source.times(trajectory) == 2 for trajectory in group)
+    counts = loader.take_counts()
+    assert (counts.rows, counts.frames) == (36, 6)
+
+
+def test_lost_frames_are_missing_and_counted_whenever_they_are_lost(world: World) -> None:
+    first, second = world.group("a", 2)
+    world.source.release([first.entries[-1].handle])
+    until(lambda: world.source.present([first.entries[-1].handle]) == [False])
+    loader = world.loader(cache_bytes=1)
+    (loaded,) = loader.load([first])
+    assert loaded.records is not None
+    assert loaded.records.missing == {"missing": 9}
+    assert not loaded.records.present[3:].any()
+    world.check(loader.load([second]))
+    # Lost between two passes of a step.
+    world.source.release([second.entries[-1].handle])
+    until(lambda: world.source.present([second.entries[-1].handle]) == [False])
+    for _ in range(2):
+        (loaded,) = loader.load([second])
+        assert loaded.records is not None
+        assert loaded.records.missing == {"missing": 9}
+    counts = loader.take_counts()
+    assert (counts.rows, counts.missing) == (24, {"missing": 18})
+
+
+def test_entries_that_name_no_frame(world: World) -> None:
+    (trajectory,) = world.group("a", 1)
+    own = trajectory.entries[-1]
+    trajectory.entries[-1] = RecordEntry(Handle("nonsense"), 0, 1, own.start, own.stop)
+    (loaded,) = world.loader().load([trajectory])
+    assert loaded.records is not None
+    assert loaded.records.missing == {"missing": 9}
+
+
+def test_the_next_micro_batch_is_loaded_while_one_is_used(world: World) -> None:
+    batches = [world.group(name, 2) for name in "abc"]
+    loader = world.loader()
+    loader.announce([*batches, []])
+    until(lambda: world.source.times(batches[0][1]) == 1)
+    for number, batch in enumerate(batches):
+        world.check(loader.load(batch))
+        if number < 2:
+            until(lambda after=batches[number + 1]: world.source.times(after[1]) == 1)
+            assert all(world.source.times(t) == 0 for later in batches[number + 2 :] for t in later)
+    # The second pass needs nothing.
+    for batch in batches:
+        world.check(loader.load(batch))
+    assert all(world.source.times(t) == 1 for batch in batches for t in batch)
+    assert loader.take_counts().rows == 72
+    # What is not announced any more is let go.
+    loader.announce([batches[0]])
+    world.check(loader.load(batches[0]))
+    assert world.source.times(batches[0][0]) == 1
+    loader.announce([])
+    world.check(loader.load(batches[0]))
+    assert world.source.times(batches[0][0]) == 2
+
+
+def test_prefetching_ends_where_half_of_the_cache_is_full(world: World) -> None:
+    groups = [world.group(str(number), 1) for number in range(8)]
+    one = sum(world.sizes[entry.handle] for entry in groups[0][0].entries)
+    loader = world.loader(cache_bytes=6 * one)
+    world.source.gate.clear()
+    for group in groups:
+        loader.prefetch(group)
+    world.source.gate.set()
+    until(lambda: len(world.source.asked) >= 6)
+    # What comes next has room all the same, and comes before what waits.
+    loader.announce([groups[7]])
+    until(lambda: world.source.times(groups[7][0]) == 1)
+    for group in groups:
+        world.check(loader.load(group))
+    assert all(world.source.times(group[0]) == 1 for group in groups)
+
+
+def test_a_trajectory_that_is_dropped_leaves_nothing(world: World) -> None:
+    kept, dropped = world.group("a", 2)
+    loader = world.loader()
+    world.source.gate.clear()
+    loader.prefetch([kept, dropped])
+    loader.drop([dropped.id])
+    world.source.gate.set()
+    world.check(loader.load([kept]))
+    assert loader.take_counts().frames == 2
+    world.check(loader.load([dropped]))
+
+
+def test_a_source_that_is_of_no_use(world: World) -> None:
+    group = world.group("a", 2)
+    loader = world.loader()
+    world.source.error = TransportError("failed", "no store answers; see their logs")
+    loader.prefetch(group)
+    with pytest.raises(TransportError, match="no store answers"):
+        loader.load(group)
+    world.source.error = None
+    world.check(loader.load(group))
+
+
+def test_a_rank_that_needs_one_layer_reads_little_else(world: World) -> None:
+    group = world.group("a", 2, rows=200, audited=True)
+    slices = [SiteSlice(i, 0, s.groups) for i, s in enumerate(world.table.sites) if s.layer == 0]
+    selection = Selection(world.table, slices)
+    assert selection.sparse
+    loader = world.loader(selection=selection)
+    columns = np.concatenate(
+        [np.arange(world.table.offset(s), world.table.offset(s) + s.row_bytes) for s in selected(selection)]
+    )
+    for trajectory in loader.load(group):
+        assert trajectory.records is not None
+        assert trajectory.records.table is selection.table
+        assert trajectory.records.missing == {}
+        assert np.array_equal(trajectory.records.rows.numpy(), world.rows[trajectory.id][:, columns])
+    counts = loader.take_counts()
+    own = [t.entries[-1].handle for t in group]
+    assert 0 < counts.bytes < 0.7 * sum(world.sizes[handle] for handle in own)
+    # A frame that was damaged on its way is missing alone.
+    lost = group[0].entries[-1]
+    group[0].entries[-1] = RecordEntry(Handle(lost.handle.replace("len=", "len=1")), 0, 1, 3, 200)
+    loader.drop([t.id for t in group])
+    damaged, whole = loader.load(group)
+    assert damaged.records is not None
+    assert whole.records is not None
+    assert damaged.records.missing.total() == 197
+    assert whole.records.missing == {}
+
+
+def selected(selection: Selection) -> list[Any]:
+    return [selection.whole.sites[piece.site] for piece in selection.slices]
+
+
+def test_threads_that_load_prefetch_and_drop_at_once(world: World) -> None:
+    groups = [world.group(str(number), 3, audited=number % 4 == 0) for number in range(8)]
+    every = [trajectory for group in groups for trajectory in group]
+    loader = world.loader(cache_bytes=20_000)
+    errors: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        random = Random(seed)
+        try:
+            for _ in range(25):
+                some = random.sample(every, random.randrange(1, 6))
+                match random.randrange(4):
+                    case 0:
+                        loader.prefetch(some)
+                    case 1:
+                        loader.drop([trajectory.id for trajectory in some])
+                    case _:
+                        world.check(loader.load(some))
+        except BaseException as error:  # noqa: BLE001  told by the test
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not errors
+    assert not any(thread.is_alive() for thread in threads)
