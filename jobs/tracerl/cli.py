@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 import re
 import shlex
@@ -29,6 +30,8 @@ DONE, FAILED, BAD_INPUT = 0, 1, 2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code; raises nothing but SystemExit from argparse."""
     given = sys.argv[1:] if arguments is None else list(arguments)
+    # What parts of the program log is for the logs of a run's processes; a user gets sentences.
+    logging.getLogger("tracerl").addHandler(logging.NullHandler())
     try:
         options = _parser().parse_args(given)
         options.given = given
@@ -188,6 +191,35 @@ def _validate(options: argparse.Namespace) -> int:
     return DONE
 
 
+def _plan(options: argparse.Namespace) -> int:
+    import json
+
+    from tracerl.runtime.plan import Load, plan, render
+
+    load = Load(
+        prompt_tokens=options.prompt_tokens,
+        response_tokens=options.response_tokens,
+        tokens_per_second=options.tokens_per_second,
+        step_seconds=options.step_seconds,
+        bandwidth=options.bandwidth,
+    )
+    made = plan(options.job, options.set, model=options.model, load=load)
+    print(json.dumps(made.to_json(), indent=2) if options.json else render(made))
+    return DONE
+
+
+def _bench_ring(options: argparse.Namespace) -> int:
+    import json
+
+    from tracerl.runtime.bench import Settings, bench_ring, render_bench
+
+    settings = Settings.quick() if options.quick else Settings.full()
+    peers = None if options.peers is None else [name for name in options.peers.split(",") if name]
+    document = bench_ring(settings, peers, say=lambda line: print(line, file=sys.stderr, flush=True))
+    print(json.dumps(document, indent=2) if options.json else render_bench(document))
+    return DONE
+
+
 def _compare(options: argparse.Namespace) -> int:
     from tracerl.api.resolved import RunLayout
     from tracerl.runtime.compare import parse_methods, plan_arms, run_arms
@@ -239,9 +271,10 @@ def _inspect(options: argparse.Namespace) -> int:
     import json
 
     from tracerl.records.inspect import inspect_frames
+    from tracerl.transport.find import find_frames
 
     frames = rows = size = damaged = 0
-    for frame in inspect_frames(options.places):
+    for frame in inspect_frames(find_frames(options.places)):
         frames, size = frames + 1, size + frame["bytes"]
         if "reason" in frame:
             damaged += 1
@@ -269,8 +302,9 @@ def _frame_line(frame: dict[str, Any]) -> str:
 
 def _verify(options: argparse.Namespace) -> int:
     from tracerl.records.inspect import verify_frames
+    from tracerl.transport.find import find_frames
 
-    result = verify_frames(options.places)
+    result = verify_frames(find_frames(options.places))
     for path, reason, message in result.messages:
         print(f"{path}: damaged ({reason}): {message}")
     print(
@@ -280,11 +314,16 @@ def _verify(options: argparse.Namespace) -> int:
     return DONE if result.whole == result.frames else FAILED
 
 
-def _doctor(_: argparse.Namespace) -> int:
+def _doctor(options: argparse.Namespace) -> int:
+    from tracerl.api.errors import InputError
+    from tracerl.api.load import load_job
     from tracerl.runtime.doctor import examine
 
+    if options.job is None and options.set:
+        raise InputError("--set changes a manifest, and none is given; write tracerl doctor JOB.yaml --set …")
+    job = None if options.job is None else load_job(options.job, options.set)
     missing = False
-    for check in examine():
+    for check in examine(job):
         print(check, flush=True)
         missing = missing or (check.needed and not check.ok)
     return FAILED if missing else DONE
@@ -321,6 +360,44 @@ def _seeds(text: str) -> int:
     return int(text)
 
 
+def _add_set(parser: _Parser) -> None:
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="PATH=VALUE",
+        help="change a field, for example spec.algorithm.steps=10; may be repeated",
+    )
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def _bandwidth(text: str) -> int:
+    from tracerl.api.job import quantity_bytes
+
+    try:
+        value = quantity_bytes(text)
+    except ValueError:
+        value = 0
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not bytes a second, for example 1250M or 5G")
+    return value
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
 def _parser() -> _Parser:
     parser = _Parser(
         prog="tracerl",
@@ -332,13 +409,7 @@ def _parser() -> _Parser:
     common.add_argument("--debug", action="store_true", help="show where an unexpected error came from")
     job = _Parser(add_help=False)
     job.add_argument("job", type=Path, metavar="JOB.yaml", help="manifest of the job")
-    job.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="PATH=VALUE",
-        help="change a field, for example spec.algorithm.steps=10; may be repeated",
-    )
+    _add_set(job)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     def add(name: str, command: Callable[[argparse.Namespace], int], text: str, *parents: _Parser) -> _Parser:
@@ -356,6 +427,21 @@ def _parser() -> _Parser:
     validate = add("validate", _validate, "Check a manifest and say all that is wrong with it.", job)
     validate.add_argument("--format", choices=["text", "json"], default="text", help="text by default")
 
+    plan = add("plan", _plan, "Work out what a job's records take: bytes a token, ring, bandwidth.", job)
+    text = "config.json of the model, or a known model's name; by default spec.model.uri"
+    plan.add_argument("--model", metavar="PATH|NAME", help=text)
+    text = "mean tokens of a prompt; by default spec.algorithm.maxPromptTokens"
+    plan.add_argument("--prompt-tokens", type=_count, metavar="N", help=text)
+    text = "mean tokens of a response; by default spec.algorithm.maxResponseTokens"
+    plan.add_argument("--response-tokens", type=_count, metavar="N", help=text)
+    plan.add_argument(
+        "--tokens-per-second", type=_number, metavar="N", help="tokens that all rollouts generate"
+    )
+    plan.add_argument("--step-seconds", type=_number, metavar="S", help="how long a step takes")
+    text = "bytes a second between nodes, for example 5G"
+    plan.add_argument("--bandwidth", type=_bandwidth, metavar="N", help=text)
+    plan.add_argument("--json", action="store_true", help="print one JSON object")
+
     compare = add("compare", _compare, "Run a job under several methods and compare them.", job)
     compare.add_argument(
         "--methods", required=True, metavar="A,B,…", help="methods, for example BF16,QAT,TRACE"
@@ -370,7 +456,8 @@ def _parser() -> _Parser:
 
     def add_verb(name: str, command: Callable[[argparse.Namespace], int], text: str) -> _Parser:
         made = verbs.add_parser(name, help=text, description=text, parents=[common])
-        made.add_argument("places", nargs="+", metavar="PATH|URL", help="frames or directories of them")
+        text = "frames (*.trec), objects of them (*.trecs) or directories"
+        made.add_argument("places", nargs="+", metavar="PATH|URL", help=text)
         made.set_defaults(command=command)
         return made
 
@@ -378,11 +465,24 @@ def _parser() -> _Parser:
     inspect.add_argument("--format", choices=["text", "json"], default="text", help="text by default")
     add_verb("verify", _verify, "Check every hash of record frames.")
 
+    text = "Measure a part of TraceRL on this machine."
+    bench = commands.add_parser("bench", help=text, description=text)
+    parts = bench.add_subparsers(metavar="PART", required=True)
+    text = "Measure how fast the ring passes frames between processes, beside peers that are installed."
+    ring = parts.add_parser("ring", help=text, description=text, parents=[common])
+    ring.set_defaults(command=_bench_ring)
+    ring.add_argument("--quick", action="store_true", help="seconds instead of minutes")
+    ring.add_argument("--peers", metavar="A,B,…", help="peers to measure; by default all that are installed")
+    ring.add_argument("--json", action="store_true", help="print one JSON object")
+
     report = add("report", _report, "Write report.html of a run, or of several to compare.")
     report.add_argument("runs", nargs="+", type=Path, metavar="DIR", help="run directories")
     report.add_argument(
         "--out", type=Path, metavar="FILE", help="the page; by default report.html in DIR, of several here"
     )
 
-    add("doctor", _doctor, "Check this machine and say how to get what is missing.")
+    text = "Check this machine, and where a job's records go, and say how to get what is missing."
+    doctor = add("doctor", _doctor, text)
+    doctor.add_argument("job", type=Path, nargs="?", metavar="JOB.yaml", help="manifest of a job to run here")
+    _add_set(doctor)
     return parser

@@ -1,4 +1,4 @@
-"""Rollout servers as the processes that they are in a run: started by entry point, found by their file."""
+"""Rollouts and record stores as the processes that they are in a run: by entry point, found by their file."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tracerl.api.frames import Handle
 from tracerl.api.job import TraceRLJob
 from tracerl.api.model import BUILTIN_MODELS
 from tracerl.api.resolved import Endpoint, EndpointFile, Endpoints, ResolvedJob
 from tracerl.engines.reference.model import MoEModel
 from tracerl.engines.reference.weights import hf_views, initialise, write_model
+from tracerl.transport.base import FrameSource, TransportError, Wanted
 
 SHAPE = BUILTIN_MODELS["tiny-moe"]
+NODE = "node-0"
 WAIT_SECONDS = 90
 
 
@@ -48,10 +51,11 @@ def resolve(
                 "method": {"name": method},
                 "records": records or {},
                 "rollout": rollout or {},
+                "transport": {"ring": {"size": "16Mi"}},
             },
         }
     )
-    directory.mkdir()
+    (directory / "rings").mkdir(parents=True)
     token = directory / "token"
     token.write_text("s3cret\n")
     resolved = ResolvedJob(
@@ -60,7 +64,13 @@ def resolve(
         run_dir=directory,
         cache_dir=directory / "cache",
         token_file=token,
-        endpoints=Endpoints(directory=directory / "endpoints", rollout=[Endpoint(name="rollout-0")]),
+        ring_dir=directory / "rings",
+        endpoints=Endpoints(
+            directory=directory / "endpoints",
+            rollout=[Endpoint(name="rollout-0", node=NODE)],
+            store=[Endpoint(name="store-0", node=NODE)],
+            trainer=[Endpoint(name="trainer-0", node=NODE)],
+        ),
     )
     resolved.write(directory / "job.yaml")
     return resolved
@@ -75,22 +85,35 @@ def write_weights(directory: Path, seed: int) -> dict:
     return tensors
 
 
-class Server:
-    """A rollout process; `url` once it listens."""
+def reader_of(frames: FrameSource) -> Callable[[Handle], memoryview]:
+    """What fetches whole frames for `assemble`."""
 
-    def __init__(self, resolved: ResolvedJob) -> None:
+    def fetch(handle: Handle) -> memoryview:
+        with frames.borrow([Wanted(handle)]) as borrowed:
+            (piece,) = borrowed.pieces
+            if isinstance(piece, TransportError):
+                raise piece
+            return memoryview(bytes(piece[0]))
+
+    return fetch
+
+
+class _Process:
+    """A process of a run; `url` once it listens."""
+
+    def __init__(self, resolved: ResolvedJob, module: str, name: str) -> None:
         self.resolved = resolved
-        self.published = resolved.layout.endpoints / "rollout-0.json"
+        self.published = resolved.layout.endpoints / f"{name}.json"
+        self._log = resolved.run_dir / f"{name}.log"
         before = EndpointFile.read(self.published)
-        log = resolved.run_dir / "rollout.log"
-        with log.open("ab") as file:
+        with self._log.open("ab") as file:
             self.process = subprocess.Popen(
                 [
                     sys.executable,
                     "-m",
-                    "tracerl.runtime.rollout_main",
+                    f"tracerl.runtime.{module}",
                     str(resolved.run_dir / "job.yaml"),
-                    "rollout-0",
+                    name,
                 ],
                 stdout=file,
                 stderr=file,
@@ -98,7 +121,7 @@ class Server:
             )
 
         def listens() -> bool:
-            assert self.process.poll() is None, log.read_text()
+            assert self.process.poll() is None, self.log()
             found = EndpointFile.read(self.published)
             return found is not None and found != before
 
@@ -108,8 +131,29 @@ class Server:
         self.url, self.instance_id = found.url, found.instance_id
 
     def log(self) -> str:
-        return (self.resolved.run_dir / "rollout.log").read_text()
+        return self._log.read_text()
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
         self.process.send_signal(number)
         return self.process.wait(WAIT_SECONDS)
+
+
+class Store(_Process):
+    """A record store process."""
+
+    def __init__(self, resolved: ResolvedJob) -> None:
+        super().__init__(resolved, "store_main", "store-0")
+
+
+class Server(_Process):
+    """A rollout process beside a record store, its own unless one is given."""
+
+    def __init__(self, resolved: ResolvedJob, store: Store | None = None) -> None:
+        self.store = store or Store(resolved)
+        super().__init__(resolved, "rollout_main", "rollout-0")
+
+    def close(self) -> None:
+        """End both processes, if they still run."""
+        for each in (self, self.store):
+            if each.process.poll() is None:
+                each.end()

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from rollout_servers import Server, resolve
+from rollout_servers import NODE, Server, reader_of, resolve
 
 from tracerl.api.job import Spec
 from tracerl.api.model import BUILTIN_MODELS
@@ -14,7 +14,7 @@ from tracerl.engines.reference.trainer import ReferenceTrainer
 from tracerl.engines.reference.weights import write_model
 from tracerl.records.pairing import assemble
 from tracerl.records.sites import audit_table, site_table
-from tracerl.transport.directory import DirectoryTransport
+from tracerl.transport.sources import open_source
 
 pytestmark = pytest.mark.xdist_group("rollout-server")
 
@@ -40,9 +40,7 @@ def serve(directory, method, dtype, trace):
 
 async def generate(server, client, version) -> list[Trajectory]:
     spec = server.resolved.job.spec
-    transport = DirectoryTransport(
-        server.resolved.records_uri, store="reader", job_uid="uid-1", run_id="run-1"
-    )
+    frames = open_source(server.resolved, "run-1", NODE)
     sampling = [Sampling(max_new_tokens=4 + 2 * i, seed=i) for i in range(len(PROMPTS))]
     ids = [f"{version}-{i}" for i in range(len(PROMPTS))]
     trajectories = []
@@ -50,7 +48,7 @@ async def generate(server, client, version) -> list[Trajectory]:
         found = [
             assemble(
                 one.records,
-                transport.get,
+                reader_of(frames),
                 table(SHAPE, spec),
                 tokens=len(prompt) + len(one.tokens),
                 prompt_tokens=len(prompt),
@@ -73,6 +71,7 @@ async def generate(server, client, version) -> list[Trajectory]:
                 audit=found[1],
             )
         )
+    frames.close()
     return trajectories
 
 
@@ -125,7 +124,7 @@ async def test_fp32_is_equal_at_every_version(tmp_path, method, trace):
             )
             trainer.update()
             trainer.stats()
-    server.end()
+    server.close()
 
 
 async def test_bf16_guidance_brings_the_two_sides_together(tmp_path):
@@ -137,7 +136,7 @@ async def test_bf16_guidance_brings_the_two_sides_together(tmp_path):
         await client.connect()
         await push_from_disk([client], str(tmp_path / "v0"), 0)
         trajectories = await generate(server, client, 0)
-    server.end()
+    server.close()
     guided = gap(trainer, trajectories, 0).mean()
     stats = trainer.stats()
     assert all(counts.guided_mismatched == 0 for counts in stats.sites.values())

@@ -5,11 +5,12 @@ import json
 import signal
 import stat
 import time
+from collections import Counter
 
 import aiohttp
 import pytest
 import torch
-from rollout_servers import SHAPE, WAIT_SECONDS, Server, resolve, write_weights
+from rollout_servers import NODE, SHAPE, WAIT_SECONDS, Server, Store, reader_of, resolve, write_weights
 
 from tracerl.api.constants import METRICS, Reason, Role
 from tracerl.engines.client import (
@@ -24,7 +25,8 @@ from tracerl.engines.client import (
 from tracerl.engines.reference.weights import write_model
 from tracerl.records.pairing import assemble
 from tracerl.records.sites import site_table
-from tracerl.transport.directory import DirectoryTransport
+from tracerl.transport.base import TransportError
+from tracerl.transport.sources import open_source
 
 # One server for the module: starting one costs seconds of CPU.
 pytestmark = pytest.mark.xdist_group("rollout-server")
@@ -41,14 +43,20 @@ def server(tmp_path_factory):
     )
     server = Server(resolved)
     yield server
-    if server.process.poll() is None:
-        server.end()
+    server.close()
 
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
     root = tmp_path_factory.mktemp("weights")
     return [(root / str(seed), write_weights(root / str(seed), seed)) for seed in (0, 1)]
+
+
+@pytest.fixture
+def frames(server):
+    source = open_source(server.resolved, "run-1", NODE)
+    yield source
+    source.close()
 
 
 def client_of(server, **options):
@@ -119,11 +127,8 @@ async def test_nothing_is_generated_before_weights_were_pushed(server, weights):
         assert len((await client.generate([1], greedy(3), id="first")).tokens) == 3
 
 
-async def test_a_generation_has_tokens_versions_and_records_that_pair(server, client):
+async def test_a_generation_has_tokens_versions_and_records_that_pair(server, client, frames):
     table = site_table(SHAPE, server.resolved.job.spec)
-    transport = DirectoryTransport(
-        server.resolved.records_uri, store="reader", job_uid="uid-1", run_id="run-1"
-    )
     sampling = [Sampling(max_new_tokens=40, seed=seed) for seed in range(3)]
     done = await client.generate_batch(PROMPTS, sampling, ids=["a", "b", "c"])
     again = await client.generate(PROMPTS[1], sampling[1], id="b-again")
@@ -139,7 +144,7 @@ async def test_a_generation_has_tokens_versions_and_records_that_pair(server, cl
         assert one.finish_reason == "length"
         found = assemble(
             one.records,
-            transport.get,
+            reader_of(frames),
             table,
             tokens=len(prompt) + 40,
             prompt_tokens=len(prompt),
@@ -153,16 +158,40 @@ async def test_a_generation_has_tokens_versions_and_records_that_pair(server, cl
         assert set(one.seconds) == {"capture", "pack", "put"}
     assert sum(any(entry.audit for entry in one.records) for one in done) in {1, 2}  # every second one
     for one in [*done, again]:
-        for entry in one.records:
-            transport.release(entry.handle)
+        frames.release([entry.handle for entry in one.records])
     stop = done[0].tokens[5]
     ended = await client.generate(
         PROMPTS[0], Sampling(max_new_tokens=40, seed=0, stop_token_ids=(stop,)), id="stops"
     )
     assert ended.tokens == done[0].tokens[: done[0].tokens.index(stop) + 1]
     assert ended.finish_reason == "stop"
-    for entry in ended.records:
-        transport.release(entry.handle)
+    frames.release([entry.handle for entry in ended.records])
+
+
+async def test_samples_of_a_prompt_share_what_their_prefill_recorded(server, client, frames):
+    before = frames.usage().frames
+    sampling = [Sampling(max_new_tokens=6, seed=seed) for seed in range(8)]
+    done = await client.generate_batch([PROMPTS[0]] * 8, sampling, ids=[f"s{i}" for i in range(8)])
+    owners = Counter(entry.handle for one in done for entry in one.records)
+    # Half of them are audited, and have the prompt's records and its whole codes from a prefill of theirs.
+    assert sorted(owners.values()) == [1] * 12 + [4] * 3
+    assert frames.usage().frames == before + 15
+    table = site_table(SHAPE, server.resolved.job.spec)
+    for one in done:
+        found = assemble(
+            one.records,
+            reader_of(frames),
+            table,
+            tokens=len(PROMPTS[0]) + 6,
+            prompt_tokens=len(PROMPTS[0]),
+            token_versions=one.versions,
+            job_uid="uid-1",
+            run_id="run-1",
+            trajectory=one.id,
+        )
+        assert found.missing == {}
+        frames.release([entry.handle for entry in one.records])
+    assert frames.usage().frames == before
 
 
 async def test_single_requests_have_sglangs_form(server, client):
@@ -280,7 +309,7 @@ async def test_another_site_table_is_refused(server):
         await client.info()
 
 
-async def test_a_new_run_takes_the_server_over(server, client, weights):
+async def test_a_new_run_takes_the_server_over(server, client, weights, frames):
     async with client_of(server, run_id="run-2") as other:
         with pytest.raises(RolloutError, match="serves run run-1"):
             await other.generate([1], greedy(1), id="x")
@@ -292,6 +321,14 @@ async def test_a_new_run_takes_the_server_over(server, client, weights):
         await other.continue_generation()
         one = await other.generate([1], greedy(2), id="x")
         assert one.versions == [7, 7]
+        # Frames of a run are not shown to another one.
+        with pytest.raises(TransportError) as caught:
+            reader_of(frames)(one.records[0].handle)
+        assert caught.value.fault == "foreign"
+        theirs = open_source(server.resolved, "run-2", NODE)
+        assert theirs.present([one.records[0].handle]) == [True]
+        theirs.release([entry.handle for entry in one.records])
+        theirs.close()
         with pytest.raises(RolloutError, match="serves run run-2"):
             await client.generate([1], greedy(1), id="y")
 
@@ -299,7 +336,7 @@ async def test_a_new_run_takes_the_server_over(server, client, weights):
 # -- in the middle of generation --------------------------------------------------------------------------
 
 
-async def test_an_update_while_generating_gives_both_versions(server, client, weights):
+async def test_an_update_while_generating_gives_both_versions(server, client, weights, frames):
     prompts = [[index + 1, index + 2] for index in range(48)]
     sampling = [Sampling(max_new_tokens=120, seed=index) for index in range(48)]
     before = await metric(client, "tracerl_generated_tokens_total")
@@ -317,15 +354,12 @@ async def test_an_update_while_generating_gives_both_versions(server, client, we
     assert not task.done()
     await client.continue_generation()
     table = site_table(SHAPE, server.resolved.job.spec)
-    transport = DirectoryTransport(
-        server.resolved.records_uri, store="reader", job_uid="uid-1", run_id="run-1"
-    )
     for prompt, one in zip(prompts, await task, strict=True):
         assert sorted(one.versions) == one.versions
         assert set(one.versions) == {0, 1}
         found = assemble(
             one.records,
-            transport.get,
+            reader_of(frames),
             table,
             tokens=len(prompt) + 120,
             prompt_tokens=len(prompt),
@@ -336,8 +370,7 @@ async def test_an_update_while_generating_gives_both_versions(server, client, we
         )
         assert found.missing == {}
         assert found.versions.tolist() == [0] * (len(prompt) - 1) + one.versions
-        for entry in one.records:
-            transport.release(entry.handle)
+        frames.release([entry.handle for entry in one.records])
 
 
 async def test_abort_and_disconnect_end_requests(server, client):
@@ -430,15 +463,28 @@ async def test_a_killed_server_is_noticed_and_leaves_no_socket(tmp_path, weights
         with pytest.raises(RolloutUnreachableError):
             await lost
         assert not await client.health()
-        assert not [path for path in (tmp_path / "run").rglob("*") if stat.S_ISSOCK(path.lstat().st_mode)]
+        sockets = [path for path in (tmp_path / "run").rglob("*") if stat.S_ISSOCK(path.lstat().st_mode)]
+        assert {path.parent.name for path in sockets} == {"store-0"}  # which lives on
 
-        again = Server(resolved)
+        again = Server(resolved, server.store)
         client.url = again.url
         with pytest.raises(InstanceChangedError):
             await client.generate([1], greedy(1), id="x")
         with pytest.raises(InstanceChangedError):
             await client.health()
         assert (await client.connect()).weight_version is None
+
+        # A store that is killed and started again is empty; the rollout finds it and goes on.
+        await push_from_disk([client], str(weights[0][0]), 0)
+        await client.continue_generation()
+        before = await client.generate([1, 2], greedy(4), id="before")
+        assert server.store.end(signal.SIGKILL) == -signal.SIGKILL
+        store = Store(resolved)
+        after = await client.generate([1, 2], greedy(4), id="after")
+        frames = open_source(resolved, "run-1", NODE)
+        for one, there in ((before, False), (after, True)):
+            assert set(frames.present([entry.handle for entry in one.records])) == {there}
+        frames.close()
 
         # The same process shows what an activation that is not finite does: it names the site and stays up.
         tensors = weights[0][1] | {
@@ -453,6 +499,8 @@ async def test_a_killed_server_is_noticed_and_leaves_no_socket(tmp_path, weights
         assert not await client.health()
         assert (await client.info()).weight_version == 0
     assert again.end() == 0
+    assert store.end() == 0
+    assert not [*resolved.run_dir.glob("rings/*")]
 
 
 async def test_sigterm_answers_what_waits_and_leaves_nothing(server, client):
@@ -470,4 +518,5 @@ async def test_sigterm_answers_what_waits_and_leaves_nothing(server, client):
     assert time.monotonic() - started < 30
     assert not server.published.exists()
     assert "Traceback" not in server.log()
-    assert not [*server.resolved.layout.records.rglob("*.trec")]
+    server.close()
+    assert not [*server.resolved.run_dir.glob("rings/*")]

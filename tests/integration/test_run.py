@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -36,7 +38,7 @@ JOB = {
         },
         "method": {"name": "TRACE"},
         "rollout": {"maxRunningRequests": 8, "kvCacheTokens": 1024},
-        "transport": {"onlyObject": True},
+        "transport": {"ring": {"size": "2Mi"}},
     },
 }
 
@@ -44,10 +46,10 @@ JOB = {
 class Command:
     """A running `tracerl`."""
 
-    def __init__(self, where: Path, *arguments: str) -> None:
+    def __init__(self, where: Path, *arguments: str, through: Sequence[str] = ()) -> None:
         self.where = where
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tracerl", *arguments],
+            [*through, sys.executable, "-m", "tracerl", *arguments],
             cwd=where,
             env={**os.environ, "TRACERL_CACHE": str(where / "cache")},
             stdout=subprocess.PIPE,
@@ -79,8 +81,8 @@ def tracerl(tmp_path):
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(JOB))
     commands = []
 
-    def start(*arguments: str) -> Command:
-        commands.append(Command(tmp_path, *arguments))
+    def start(*arguments: str, through: Sequence[str] = ()) -> Command:
+        commands.append(Command(tmp_path, *arguments, through=through))
         return commands[-1]
 
     yield start
@@ -88,8 +90,8 @@ def tracerl(tmp_path):
         command.process.kill()
         command.process.communicate()
     deadline = time.monotonic() + SECONDS
-    while processes_in(tmp_path):
-        assert time.monotonic() < deadline, f"still there: {processes_in(tmp_path)}"
+    while processes_in(tmp_path) or rings_of(tmp_path):
+        assert time.monotonic() < deadline, f"still there: {processes_in(tmp_path)}, {rings_of(tmp_path)}"
         time.sleep(0.02)
 
 
@@ -105,6 +107,23 @@ def processes_in(where: Path) -> dict[int, str]:
             if str(where) in line:
                 found[int(entry.name)] = line
     return found
+
+
+def rings_of(where: Path) -> list[Path]:
+    """What is in shared memory of the runs below a directory."""
+    found = []
+    for job in where.rglob("job.yaml"):
+        ring_dir = yaml.safe_load(job.read_text()).get("ringDir")
+        found += [Path(ring_dir)] if ring_dir and Path(ring_dir).exists() else []
+    return found
+
+
+def read_bytes(run: Path) -> Counter[str]:
+    """Frame bytes that the trainers read, by where they were."""
+    read: Counter[str] = Counter()
+    for line in (run / "metrics.jsonl").read_text().splitlines():
+        read.update(json.loads(line)["transport"]["read_bytes"])
+    return +read
 
 
 def role(run: Path, name: str) -> int | None:
@@ -149,6 +168,7 @@ def test_a_run_to_its_end_and_then_compared(tracerl, tmp_path):
     assert "tiny  TRACE" in out
     assert lines[-1] == "report: both/trace-seed1/report.html"
     assert steps(run) == [1, 2]
+    assert set(read_bytes(run)) == {"ring"}
     assert json.loads((run / "result.json").read_text())["state"] == "Complete"
     assert json.loads((run / "summary.json").read_text())["steps_done"] == 2
     assert "<html" in (run / "report.html").read_text()
@@ -199,7 +219,8 @@ def test_a_run_that_is_hit_by_everything(tracerl, tmp_path):
         return lambda: steps(run)[-1:] > [step]
 
     command.until(past(1), "the second step")
-    for name in ("rollout", "trainer"):
+    assert rings_of(run)
+    for name in ("store", "rollout", "trainer"):
         killed = role(run, name)
         before = steps(run)[-1]
         os.kill(killed, signal.SIGKILL)
@@ -207,7 +228,7 @@ def test_a_run_that_is_hit_by_everything(tracerl, tmp_path):
         command.until(lambda n=name, k=killed: role(run, n) not in (None, k), f"the {name} is back")
         command.until(past(before + 2), f"steps with the new {name}")
     restarted = [event["message"] for event in events(run) if event.get("reason") == "Restarted"]
-    assert [message.split()[0] for message in restarted] == ["rollout-0", "trainer-0"]
+    assert [message.split()[0] for message in restarted] == ["store-0", "rollout-0", "trainer-0"]
     resumed = [event["resumed_from"] for event in events(run) if event["type"] == "start"]
     assert len(resumed) == 2
     assert resumed[1] >= 1
@@ -224,7 +245,7 @@ def test_a_run_that_is_hit_by_everything(tracerl, tmp_path):
     assert code == -signal.SIGKILL
     assert out.startswith("tiny: TRACE in out\n")
     # Each restart is one line.
-    assert len(re.findall("starting it again", out)) == 2
+    assert len(re.findall("starting it again", out)) == 3
     assert "was restarted" not in out
     # Steps are shown also after a restart of the trainer, which may replace the file that they are read from.
     after = out.rpartition("starting it again")[2]
@@ -234,7 +255,7 @@ def test_a_run_that_is_hit_by_everything(tracerl, tmp_path):
     done = steps(run)[-1]
     command.until(past(done + 1), "a step after the resume")
     assert (run / "token").read_text() != token
-    assert len([line for line in processes_in(run).values() if "_main" in line]) == 2
+    assert len([line for line in processes_in(run).values() if "_main" in line]) == 3
     began = time.monotonic()
     os.kill(command.process.pid, signal.SIGINT)
     code, _, error = command.finish()
@@ -244,20 +265,23 @@ def test_a_run_that_is_hit_by_everything(tracerl, tmp_path):
         f"tracerl: stopped (Ctrl-C); to go on: tracerl run job.yaml {' '.join(more)} --out out --resume\n"
     )
     assert not processes_in(tmp_path)
+    assert not rings_of(tmp_path)
     assert {path.name for path in run.iterdir()} == LASTING
     assert json.loads((run / "result.json").read_text())["state"] == "Stopped"
     assert steps(run) == [*range(1, len(steps(run)) + 1)]
 
 
-def test_two_trainers_train_as_one_does_and_get_over_the_loss_of_one(tracerl, tmp_path):
-    """Equal figures in FP32 without asynchrony, also when a trainer is killed on the way."""
+def test_two_nodes_train_as_one_does_and_get_over_the_loss_of_a_trainer(tracerl, tmp_path):
+    """Equal figures in FP32 without asynchrony; trajectories go where their records are."""
     more = ["--set", "spec.model.dtype=Float32", "--set", "spec.algorithm.maxVersionDiff=0"]
     more += ["--set", "spec.warmup={steps: 3, batchSize: 4}", "--set", "spec.algorithm.steps=4"]
     more += ["--set", "spec.trainer.checkpoint.every=1"]
     code, _, error = tracerl("run", "job.yaml", *more, "--out", "one").finish()
     assert (code, error) == (0, "")
     run = tmp_path / "two"
-    command = tracerl("run", "job.yaml", *more, "--set", "spec.trainer.parallelism.data=2", "--out", "two")
+    more += ["--set", "spec.rollout.nodes=2"]
+    more += ["--set", "spec.trainer.nodes=2", "--set", "spec.trainer.parallelism.data=2"]
+    command = tracerl("run", "job.yaml", *more, "--out", "two")
     command.until(lambda: steps(run), "a step")
     (second,) = [pid for pid, line in processes_in(run).items() if line.rstrip().endswith("trainer-1")]
     os.kill(second, signal.SIGKILL)
@@ -266,6 +290,7 @@ def test_two_trainers_train_as_one_does_and_get_over_the_loss_of_one(tracerl, tm
     assert "starting all 2 trainers again (1 of 3)" in out
     assert {path.name for path in run.iterdir()} == LASTING | {"model", "report.html", "summary.json"}
     assert steps(run) == steps(tmp_path / "one") == [1, 2, 3, 4]
+    assert set(read_bytes(run)) == {"ring"}
     lines = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("one", "two")]
     for one, two in zip(*(map(json.loads, of_run) for of_run in lines), strict=True):
         assert two["reward"] == one["reward"]
@@ -273,13 +298,14 @@ def test_two_trainers_train_as_one_does_and_get_over_the_loss_of_one(tracerl, tm
         assert two["gap_unguided"]["mean"] == pytest.approx(one["gap_unguided"]["mean"], rel=0.05, abs=1e-5)
 
 
-def test_a_budget_that_is_used_up_is_one_sentence(tracerl, tmp_path):
+@pytest.mark.parametrize("name", ["store", "rollout"])
+def test_a_budget_that_is_used_up_is_one_sentence(tracerl, tmp_path, name):
     run = tmp_path / "out"
     command = tracerl("run", "job.yaml", "--set", "spec.failurePolicy.maxRestarts=0", "--out", "out")
-    os.kill(command.until(lambda: role(run, "rollout"), "the rollout"), signal.SIGKILL)
+    os.kill(command.until(lambda: role(run, name), f"the {name}"), signal.SIGKILL)
     code, _, error = command.finish()
     assert code == 1
-    assert re.fullmatch(r"tracerl: rollout-0 was killed .* failurePolicy.maxRestarts is 0; see .*\n", error)
+    assert re.fullmatch(rf"tracerl: {name}-0 was killed .* failurePolicy.maxRestarts is 0; see .*\n", error)
     assert not processes_in(tmp_path)
     assert {path.name for path in run.iterdir()} <= LASTING
 
@@ -300,3 +326,55 @@ def test_a_run_that_ended_before_its_first_step_is_started_anew(tracerl, tmp_pat
     assert "the run that was here ended before its first step; starting it anew\n" in out
     assert steps(run) == [1, 2]
     assert len([event for event in events(run) if event["type"] == "start"]) == 1
+
+
+def test_a_run_without_shared_memory(tracerl, tmp_path):
+    """Through objects in a directory, also when the rollout that wrote them is killed."""
+    run, objects = tmp_path / "out", tmp_path / "objects"
+    more = ["--set", f"spec.transport={{onlyObject: true, object: {{uri: 'file://{objects}'}}}}"]
+    more += ["--set", "spec.algorithm.steps=5"]
+    command = tracerl("run", "job.yaml", *more, "--out", "out")
+    command.until(lambda: steps(run), "a step")
+    os.kill(role(run, "rollout"), signal.SIGKILL)
+    code, out, error = command.finish()
+    assert (code, error) == (0, "")
+    assert "rollout-0 was killed" in out
+    assert steps(run) == [1, 2, 3, 4, 5]
+    assert set(read_bytes(run)) == {"object"}
+    assert [*objects.rglob("*")] == []
+    assert {path.name for path in run.iterdir()} == LASTING | {"model", "report.html", "summary.json"}
+
+
+SMALL_SHARED_MEMORY = 'mount -t tmpfs -o size="$1" tmpfs /dev/shm && shift && exec "$@"'
+
+
+@pytest.mark.parametrize(
+    ("size", "sentence"),
+    [
+        ("8m", None),
+        ("1m", "spec.transport.ring.size: is 2Mi, but /dev/shm of this machine has 1Mi; write at most 1Mi"),
+    ],
+)
+def test_little_shared_memory(tracerl, tmp_path, size, sentence):
+    """Room for the ring is enough, also after its store was killed; too little is said before a start.
+
+    The trainer is on a node of its own: it reads over HTTP.
+    """
+    namespace = ["unshare", "--mount", "--map-root-user", "sh", "-c", SMALL_SHARED_MEMORY, "sh", size]
+    if subprocess.run([*namespace, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this user may not mount in a namespace of its own")
+    run = tmp_path / "out"
+    more = ["--set", "spec.algorithm.steps=6", "--set", "spec.placement.colocation=None"]
+    command = tracerl("run", "job.yaml", *more, "--out", "out", through=namespace)
+    if sentence is None:
+        command.until(lambda: steps(run), "a step")
+        os.kill(role(run, "store"), signal.SIGKILL)
+        code, out, error = command.finish()
+        assert (code, error) == (0, "")
+        assert "store-0 was killed" in out
+        assert steps(run) == [1, 2, 3, 4, 5, 6]
+        assert set(read_bytes(run)) == {"http"}
+    else:
+        code, _, error = command.finish()
+        assert code == 2
+        assert sentence in error

@@ -256,8 +256,67 @@ def test_doctor_says_what_is_there_and_how_to_get_what_is_not(here):
         assert any(f" {name}: " in line for line in lines), name
 
 
+PLACES = ("shared memory", "spill directory", "object store")
+
+
+def doctor(here, capsys, *overrides):
+    """Exit code, and what is said of the places where records go."""
+    more = [word for override in overrides for word in ("--set", override)]
+    code = cli.main(["doctor", str(here / "job.yaml"), *more])
+    found = {}
+    for line in capsys.readouterr().out.splitlines():
+        name, _, said = line[9:].partition(": ")
+        if name in PLACES:
+            found[name] = (line.split()[0], said)
+    return code, found
+
+
+def test_doctor_tries_the_places_where_the_records_of_a_job_go(here, capsys):
+    (here / "nvme").mkdir()
+    spill = [f"spec.transport.spillPath={here}/nvme", "spec.transport.spill=ObjectStore"]
+    places = [
+        "spec.transport={ring: {size: 1Mi}}",
+        *spill,
+        f"spec.transport.object.uri=file://{here}/objects",
+    ]
+    code, found = doctor(here, capsys, *places)
+    assert {name: state for name, (state, _) in found.items()} == dict.fromkeys(PLACES, "ok"), found
+    assert code == 0
+    assert found["object store"][1] == f"file://{here}/objects takes, gives back, lists and deletes objects"
+    assert [*(here / "nvme").iterdir(), *(here / "objects").iterdir()] == []
+
+    bad = ["spec.transport={ring: {size: 1Pi}}", f"spec.transport.spillPath={here}/nowhere", *spill[1:]]
+    code, found = doctor(here, capsys, *bad, f"spec.transport.object.uri=file://{here}/job.yaml/objects")
+    assert code == 1
+    assert {name: state for name, (state, _) in found.items()} == dict.fromkeys(PLACES, "missing")
+    assert re.search(r"free in /dev/shm; lower spec\.transport\.ring\.size, or .*\(1048576\.0 GiB\)$",
+                     found["shared memory"][1])  # fmt: skip
+    assert found["spill directory"][1].startswith(f"{here}/nowhere: no such file or directory; name a dir")
+    assert f"file://{here}/job.yaml/objects: not a directory; " in found["object store"][1]
+
+    assert list(doctor(here, capsys)[1]) == []  # onlyObject, below the run directory: nothing to try
+    assert cli.main(["doctor", "--set", "spec.transport.ring.size=1Mi"]) == 2
+    assert "--set changes a manifest, and none is given" in capsys.readouterr().err
+
+
+def test_a_plan(here, capsys):
+    arguments = ["plan", str(here / "job.yaml"), "--model", "builtin://tiny-moe", "--step-seconds", "2"]
+    assert cli.main(arguments) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("tiny: TRACE, ")
+    assert cli.main([*arguments, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert f"{document['token']['record']} B" in text
+    for option in (["--tokens-per-second", "-1"], ["--prompt-tokens", "1.5"], ["--bandwidth", "inf"]):
+        with pytest.raises(SystemExit) as caught:
+            cli.main([*arguments, *option])
+        assert caught.value.code == 2
+        assert "is not " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
-    "command", ["run", "validate", "compare", "records inspect", "records verify", "report", "doctor"]
+    "command",
+    ["run", "validate", "plan", "compare", "records inspect", "records verify", "report", "doctor"],
 )
 def test_every_option_is_in_the_reference(capsys, command):
     with pytest.raises(SystemExit) as caught:
@@ -265,6 +324,6 @@ def test_every_option_is_in_the_reference(capsys, command):
     assert caught.value.code == 0
     text = (Path(__file__).parents[2] / "docs/reference/cli.md").read_text()
     assert f"tracerl {command}" in text
-    options = set(re.findall(r"--[a-z]+", capsys.readouterr().out)) - {"--help"}
+    options = set(re.findall(r"--[a-z-]+", capsys.readouterr().out)) - {"--help"}
     assert "--debug" in options
     assert not [option for option in options if option not in text]

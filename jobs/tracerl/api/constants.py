@@ -38,6 +38,7 @@ class Reason(_Documented):
     COMPLETED = "Completed", "All steps are done."
     SUSPENDED_BY_SPEC = "SuspendedBySpec", "spec.suspend is true."
     RESUMED = "Resumed", "spec.suspend is false."
+    QUEUED = "Queued", "Kueue has not admitted the job yet, or took its machines back."
     INVALID_SPEC = "InvalidSpec", "The manifest breaks a rule that needs the model or the machine."
     CONFIGURATION = (
         "Configuration",
@@ -56,6 +57,14 @@ class Reason(_Documented):
     TRANSPORT_FAILED = (
         "TransportFailed",
         "Record frames could not be written or read, for example a full disk.",
+    )
+    RECORD_STORE_RESTARTED = (
+        "RecordStoreRestarted",
+        "A record store came back empty; what it held is generated again. Event.",
+    )
+    RECORD_STORE_FULL = (
+        "RecordStoreFull",
+        "A record store has little room, so no new prompts are submitted until frames are released. Event.",
     )
     ROLLOUT_FAILED = "RolloutFailed", "A rollout answered with an error that a restart does not cure."
     WEIGHT_SYNC_FAILED = "WeightSyncFailed", "Weights could not be pushed to a rollout."
@@ -98,6 +107,7 @@ class Role(StrEnum):
     """Who runs a process or shows a metric."""
 
     ROLLOUT = "rollout"
+    STORE = "store"
     TRAINER = "trainer"
     OPERATOR = "operator"
 
@@ -118,7 +128,7 @@ class MetricSpec:
     source: Role
 
 
-_TRAINER, _ROLLOUT = Role.TRAINER, Role.ROLLOUT
+_TRAINER, _ROLLOUT, _STORE = Role.TRAINER, Role.ROLLOUT, Role.STORE
 _D = "logp_old - logp_rollout of a generated token"
 
 # verl's rollout_corr/* under our prefix, verl's formulas: d = logp_old - logp_rollout, rho = exp(d), w = the
@@ -259,12 +269,113 @@ METRICS: tuple[MetricSpec, ...] = (
         "Trainer's minus record's version; mean, max.",
         _TRAINER,
     ),
+    MetricSpec(
+        "tracerl_records_read_bytes_total",
+        "counter",
+        "bytes",
+        ("path",),
+        "Frame bytes read by where they were: ring, spill, http, object.",
+        _TRAINER,
+    ),
+    MetricSpec(
+        "tracerl_records_read_seconds_total",
+        "counter",
+        "seconds",
+        ("path",),
+        "Time that reads took by path; reads that overlap count each.",
+        _TRAINER,
+    ),
     MetricSpec("tracerl_records_held_bytes", "gauge", "bytes", (), "Frame bytes not yet released.", _ROLLOUT),
     MetricSpec(
         "tracerl_records_written_bytes_total", "counter", "bytes", ("kind",), "Frame bytes written.", _ROLLOUT
     ),
     MetricSpec(
         "tracerl_records_dropped_total", "counter", "frames", ("reason",), "Frames not written.", _ROLLOUT
+    ),
+    MetricSpec(
+        "tracerl_object_uploads_total",
+        "counter",
+        "",
+        ("result",),
+        "Objects of frames by how their upload ended: ok or failed.",
+        _ROLLOUT,
+    ),
+    MetricSpec(
+        "tracerl_object_uploaded_bytes_total", "counter", "bytes", (), "Bytes of uploaded objects.", _ROLLOUT
+    ),
+    MetricSpec(
+        "tracerl_object_retries_total",
+        "counter",
+        "",
+        (),
+        "Requests to the object store made again.",
+        _ROLLOUT,
+    ),
+    # -- record store -------------------------------------------------------------------------------------
+    MetricSpec(
+        "tracerl_store_ring_bytes",
+        "gauge",
+        "bytes",
+        ("state",),
+        "Shared memory of the ring: free, live (frames) or dead (released, in a segment with live frames).",
+        _STORE,
+    ),
+    MetricSpec(
+        "tracerl_store_segments", "gauge", "", ("state",), "Segments: free, leased or closed.", _STORE
+    ),
+    MetricSpec("tracerl_store_frames", "gauge", "frames", ("tier",), "Frames by tier.", _STORE),
+    MetricSpec(
+        "tracerl_store_frame_bytes",
+        "gauge",
+        "bytes",
+        ("tier",),
+        "Bytes of frames by tier: ring, spill, object.",
+        _STORE,
+    ),
+    MetricSpec("tracerl_store_committed_bytes_total", "counter", "bytes", (), "Frame bytes put.", _STORE),
+    MetricSpec("tracerl_store_committed_frames_total", "counter", "frames", (), "Frames put.", _STORE),
+    MetricSpec("tracerl_store_released_frames_total", "counter", "frames", (), "Frames released.", _STORE),
+    MetricSpec(
+        "tracerl_store_read_bytes_total",
+        "counter",
+        "bytes",
+        ("path",),
+        "Frame bytes asked for by readers of this node (ring) or of another one (http).",
+        _STORE,
+    ),
+    MetricSpec(
+        "tracerl_store_relocated_bytes_total",
+        "counter",
+        "bytes",
+        ("tier",),
+        "Frame bytes moved out of the ring: spill, object.",
+        _STORE,
+    ),
+    MetricSpec(
+        "tracerl_store_tier_errors_total",
+        "counter",
+        "",
+        ("tier",),
+        "Segments that a tier could not take or give back.",
+        _STORE,
+    ),
+    MetricSpec(
+        "tracerl_store_lease_waits_total", "counter", "", (), "Times that a producer waited for room.", _STORE
+    ),
+    MetricSpec(
+        "tracerl_store_lease_timeouts_total", "counter", "", (), "Times that it waited in vain.", _STORE
+    ),
+    MetricSpec("tracerl_store_pins", "gauge", "frames", (), "Frames being read.", _STORE),
+    MetricSpec(
+        "tracerl_store_connections", "gauge", "", ("role",), "Connections of producers and readers.", _STORE
+    ),
+    MetricSpec(
+        "tracerl_store_refused_total",
+        "counter",
+        "",
+        ("reason",),
+        "Peers or requests refused: token, job, run, protocol.",
+        _STORE,
     ),
     # -- time ---------------------------------------------------------------------------------------------
     MetricSpec("tracerl_step_seconds", "gauge", "seconds", (), "Wall time of the last step.", _TRAINER),
@@ -348,4 +459,4 @@ METRICS: tuple[MetricSpec, ...] = (
         "tracerl_rollout_weight_version", "gauge", "", (), "Version of the rollout's weights.", _ROLLOUT
     ),
 )
-"""Every metric of rollout and trainer; exporters, dashboards, alerts and reference pages read it."""
+"""Every metric of a job's processes; exporters, dashboards, alerts and reference pages read it."""

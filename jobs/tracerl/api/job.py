@@ -115,6 +115,7 @@ _UNITS = {
     **{"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18},
 }
 _QUANTITY = re.compile(r"([0-9]{1,19}(?:\.[0-9]{1,9})?)([KMGTPE]i|[kMGTPE]|[eE][0-9]{1,2}|)", re.ASCII)
+_RESOURCE = re.compile(r"[0-9][0-9A-Za-z.]{0,31}", re.ASCII)
 _CPU = re.compile(r"[0-9]{1,9}(\.[0-9]{1,3})?|[0-9]{1,12}m", re.ASCII)
 
 
@@ -156,17 +157,26 @@ def _cpu(value: object) -> object:
 def _resource(value: object) -> object:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return str(value)
-    if not isinstance(value, str) or re.fullmatch(r"[0-9][0-9A-Za-z.]{0,31}", value, re.ASCII) is None:
+    if not isinstance(value, str) or _RESOURCE.fullmatch(value) is None:
         raise _wrong("is not a quantity", 'write a number or a quantity, for example "1" or "10Gi"')
     return value
 
 
-_int_or_string = WithJsonSchema(
-    {"anyOf": [{"type": "integer"}, {"type": "string"}], "x-kubernetes-int-or-string": True}
-)
-Quantity = Annotated[str, BeforeValidator(_quantity), _int_or_string]
-CPUQuantity = Annotated[str, BeforeValidator(_cpu), _int_or_string]
-ResourceQuantity = Annotated[str, BeforeValidator(_resource), _int_or_string]
+def _int_or_string(pattern: str) -> WithJsonSchema:
+    return WithJsonSchema(
+        {
+            "anyOf": [{"type": "integer"}, {"type": "string"}],
+            "x-kubernetes-int-or-string": True,
+            "pattern": f"^({pattern})$",
+            "maxLength": _QUANTITY_LENGTH,
+        }
+    )
+
+
+_QUANTITY_LENGTH = 32
+Quantity = Annotated[str, BeforeValidator(_quantity), _int_or_string(_QUANTITY.pattern)]
+CPUQuantity = Annotated[str, BeforeValidator(_cpu), _int_or_string(_CPU.pattern)]
+ResourceQuantity = Annotated[str, BeforeValidator(_resource), _int_or_string(_RESOURCE.pattern)]
 
 
 def _integer(value: object) -> object:
@@ -222,11 +232,10 @@ class Warmup(Model):
     steps: int = field(0, doc="Optimizer steps; 0 means none.", ge=0, le=1_000_000)
     batch_size: int = field(192, doc="Examples a step.", ge=1, le=65_536)
     learning_rate: PositiveDecimal = field(Decimal("0.004"), doc="Peak AdamW learning rate.")
-    answer_noise: NonNegativeDecimal = field(
+    answer_noise: RatioDecimal = field(
         Decimal(0),
         doc="Share of examples that carry another example's answer: imperfect demonstrations, after which "
         "the policy prefers right answers but gives them only some of the time.",
-        le=1,
     )
     seed: int = field(
         1,
@@ -672,7 +681,9 @@ class Placement(Model):
 class Ring(Model):
     """The record store's ring of segments in shared memory."""
 
-    size: Quantity = field("256Mi", doc="Shared memory reserved a node.", unit="bytes")
+    size: Quantity = field(
+        "256Mi", doc="Shared memory reserved a node.", unit="bytes", mutable=Mutability.WHILE_SUSPENDED
+    )
 
 
 class Retention(StrEnum):
@@ -692,7 +703,19 @@ class ObjectStore(Model):
     secret_name: str | None = field(
         None, doc="Secret with credentials, mounted into the pods.", max_length=253
     )
-    endpoint_url: str | None = field(None, doc="Endpoint of an S3-compatible store.", max_length=1024)
+    endpoint_url: str | None = field(
+        None, doc="Endpoint of an S3-compatible store; null means AWS_ENDPOINT_URL or AWS.", max_length=1024
+    )
+    batch_size: Quantity = field(
+        "8Mi", doc="Frames are gathered into objects of about this size.", unit="bytes"
+    )
+    batch_milliseconds: int = field(
+        50,
+        doc="A finished trajectory's frames wait at most this long for others.",
+        unit="ms",
+        ge=0,
+        le=60_000,
+    )
     retention: Retention = field(Retention.TRAINED, doc="Trained: deleted after the step that used them.")
 
 
@@ -708,9 +731,21 @@ class Transport(Model):
 
     ring: Ring = field(Ring, doc="Shared-memory ring.")
     spill_path: str | None = field(None, doc="Local directory for cold segments.", max_length=1024)
+    spill_limit: Quantity | None = field(
+        None, doc="Most bytes in spillPath; null means what its file system has.", unit="bytes"
+    )
     object: ObjectStore = field(ObjectStore, doc="Object store.")
     spill: Spill = field(Spill.NEVER, doc="Whether cold segments may go to the object store.")
     only_object: bool = field(False, doc="Frames travel by the object store alone, without a ring.")
+    deadline_seconds: int = field(
+        60,
+        doc="A frame that finds no room for this long, or an object that cannot be uploaded or read, is "
+        "given up: its rows are missing and counted.",
+        unit="s",
+        ge=1,
+        le=86_400,
+        mutable=Mutability.WHILE_SUSPENDED,
+    )
 
 
 class Reprefill(StrEnum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 from pydantic import BaseModel, ValidationError
@@ -38,13 +38,22 @@ def check(document: object, *, machine: Machine | None = None) -> list[Fault]:
 
 
 def load_job(
-    path: str | os.PathLike[str], overrides: Sequence[str] = (), *, machine: Machine | None = None
+    path: str | os.PathLike[str],
+    overrides: Sequence[str] = (),
+    *,
+    machine: Machine | None = None,
+    shape_of: Callable[[str], ModelShape | None] | None = None,
 ) -> TraceRLJob:
     """Read a manifest, apply `path=value` overrides and check it; InputError lists all faults, a line each.
 
-    What the manifest says under `status` is not read: only the operator writes it.
+    What the manifest says under `status` is not read: only the operator writes it. With `shape_of`, which
+    gives the shape behind spec.model.uri, the job is only to be planned: what no engine here runs is allowed.
     """
-    job, faults = _examine(apply_overrides(read_manifest(path), overrides), machine)
+    document = apply_overrides(read_manifest(path), overrides)
+    if shape_of is None:
+        job, faults = _examine(document, machine)
+    else:
+        job, faults = _examine(document, machine, rules=RULES, shape_of=shape_of)
     if job is None or faults:
         count = f"{len(faults)} fault{'s' if len(faults) != 1 else ''}"
         lines = "".join(f"\n  {fault}" for fault in faults)
@@ -52,7 +61,13 @@ def load_job(
     return job
 
 
-def _examine(document: object, machine: Machine | None) -> tuple[TraceRLJob | None, list[Fault]]:
+def _examine(
+    document: object,
+    machine: Machine | None,
+    *,
+    rules: Sequence[Rule] = (*RULES, *SUPPORT_RULES),
+    shape_of: Callable[[str], ModelShape | None] = model_shape,
+) -> tuple[TraceRLJob | None, list[Fault]]:
     if not isinstance(document, dict):
         return None, [Fault("", "the manifest is not a mapping", f"start with apiVersion: {API_VERSION}")]
     written = {key: value for key, value in document.items() if key != "status"}
@@ -79,7 +94,7 @@ def _examine(document: object, machine: Machine | None) -> tuple[TraceRLJob | No
         job, errors = _parse(values)
     if job is None:
         return None, faults
-    faults += _broken(job, machine, frozenset(unread))
+    faults += _broken(job, machine, frozenset(unread), rules, shape_of)
     return job, faults
 
 
@@ -285,20 +300,26 @@ class _View:
         return _View(value, path, self._unread) if isinstance(value, BaseModel) else value
 
 
-def _broken(job: TraceRLJob, machine: Machine | None, unread: frozenset[Location]) -> list[Fault]:
+def _broken(
+    job: TraceRLJob,
+    machine: Machine | None,
+    unread: frozenset[Location],
+    rules: Sequence[Rule],
+    shape_of: Callable[[str], ModelShape | None],
+) -> list[Fault]:
     shape: ModelShape | None = None
     faults: list[Fault] = []
     # Only rules below spec exist, and one that is missing or no mapping leaves nothing to check.
     if not {(), ("spec",)} & unread:
         if not {("spec", "model"), ("spec", "model", "uri")} & unread:
             try:
-                shape = model_shape(job.spec.model.uri)
+                shape = shape_of(job.spec.model.uri)
             except InputError as error:
                 problem, _, remedy = str(error).partition("; ")
                 faults.append(Fault("spec.model.uri", problem, remedy))
         # A rule is typed on Spec and reads it through the view, which has the same fields.
         facts = Facts(cast(Spec, _View(job.spec, ("spec",), unread)), shape, machine)
-        for rule in (*RULES, *SUPPORT_RULES):
+        for rule in rules:
             faults += _run(rule, facts)
     return faults
 

@@ -206,7 +206,17 @@ def model_shape(uri: str) -> ModelShape | None:
         return BUILTIN_MODELS.get(uri.removeprefix("builtin://"))
     if not uri.startswith("file://"):
         return None
-    path = Path(unquote(uri.removeprefix("file://"))) / "config.json"
+    return ModelShape.from_hf_config(read_config(file_path(uri)))
+
+
+def file_path(uri: str) -> Path:
+    """The path of a `file://` URL."""
+    return Path(unquote(uri.removeprefix("file://")))
+
+
+def read_config(place: Path) -> dict[str, Any]:
+    """Read a config.json, or that of a directory; InputError says in one sentence what is wrong with it."""
+    path = place if place.suffix == ".json" else place / "config.json"
     try:
         with path.open("rb") as file:
             data = file.read(_MAX_CONFIG_BYTES + 1)
@@ -218,4 +228,4 @@ def model_shape(uri: str) -> ModelShape | None:
         ) from None
     if not isinstance(config, dict):
         raise InputError(f"{path} is not a model configuration; give a directory that holds config.json")
-    return ModelShape.from_hf_config(config)
+    return config

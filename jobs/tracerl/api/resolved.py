@@ -22,11 +22,13 @@ from tracerl.api.job import Model, TraceRLJob
 
 
 class Endpoint(Model):
-    """One HTTP server of a run. The name is also that of its process, its log and its record store."""
+    """One HTTP server of a run. The name is also that of its process and its log."""
 
-    name: Annotated[str, Field(pattern=r"^(rollout|trainer)-[0-9]+$")]
+    name: Annotated[str, Field(pattern=r"^(rollout|store|trainer)-[0-9]+$")]
     url: str | None = None
     """Address that clients use and whose port the server binds; None: see `Endpoints.directory`."""
+    node: str | None = None
+    """Node that the process runs on: processes of one node share memory."""
 
 
 class Endpoints(Model):
@@ -35,6 +37,10 @@ class Endpoints(Model):
     directory: Path | None = None
     """Where a server without a `url` publishes ``<name>.json``; None where all have one."""
     rollout: list[Endpoint] = Field(min_length=1)
+    store: list[Endpoint] = Field(default_factory=list)
+    """Record stores, the i-th beside the i-th rollout; none where frames travel by the object store alone."""
+    trainer: list[Endpoint] = Field(default_factory=list)
+    """Trainer processes by rank."""
     rendezvous: str | None = None
     """host:port of trainer 0 for process groups; None on one machine, see `RunLayout.meeting`."""
 
@@ -51,6 +57,8 @@ class ResolvedJob(Model):
     """What outlives runs, such as warmed-up weights."""
     token_file: Path
     """Bearer token of every endpoint that changes or reads data."""
+    ring_dir: Path | None = None
+    """Directory in shared memory with one directory a record store of the node; None where there is none."""
     endpoints: Endpoints
 
     @property
@@ -62,6 +70,17 @@ class ResolvedJob(Model):
     def records_uri(self) -> str:
         """Directory that frames are put into, as an fsspec URL."""
         return self.job.spec.transport.object.uri or self.layout.records.as_uri()
+
+    def node(self, name: str) -> str | None:
+        """Node of a process by its name; KeyError when the job has no such process."""
+        endpoints = (*self.endpoints.store, *self.endpoints.rollout, *self.endpoints.trainer)
+        return {endpoint.name: endpoint.node for endpoint in endpoints}[name]
+
+    def store_place(self, name: str) -> StorePlace:
+        """Where a record store has its ring and its socket; ValueError when the job has no ring."""
+        if self.ring_dir is None:
+            raise ValueError(f"{name} has no ring: frames of this job travel by the object store")
+        return StorePlace(self.ring_dir / name)
 
     def token(self) -> str:
         """Read the bearer token; InputError when it is not there."""
@@ -115,6 +134,23 @@ class EndpointFile(Model):
         except FileNotFoundError:
             return None
         return cls.model_validate_json(text)
+
+
+@dataclass(frozen=True)
+class StorePlace:
+    """The directory of a record store in shared memory, made by the store and removed when it stops."""
+
+    directory: Path
+
+    @property
+    def ring(self) -> Path:
+        """The ring of segments; locked (flock) as long as the store lives."""
+        return self.directory / "ring"
+
+    @property
+    def socket(self) -> Path:
+        """Unix socket for producers and readers of this node."""
+        return self.directory / "socket"
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from tracerl.api.job import (
     LayerPolicy,
     MethodName,
     NumericsBackend,
+    Retention,
     RolloutEngine,
     SecondInput,
     Spec,
@@ -45,7 +46,7 @@ class Level(StrEnum):
     API = "API"
     """From the manifest alone, so that `kubectl apply` can refuse."""
     VALIDATE = "Validate"
-    """With the model's configuration."""
+    """With the model's configuration, or with maps of free values, which an API server does not look into."""
     START = "Start"
     """By this version on the machine where the job starts."""
 
@@ -93,6 +94,8 @@ BLOCK_SIZES = {Format.NVFP4: 16, Format.MXFP4: 32}
 MODEL_SCHEMES = ("builtin", "hf", "s3", "file", "pvc")
 OUTPUT_SCHEMES = ("pvc", "s3", "file")
 GB200_NODE_GPUS = 4
+LOCAL_NODES = 16
+_KIB, _MIB = 2**10, 2**20
 
 
 def scheme(uri: str) -> str | None:
@@ -148,15 +151,20 @@ def task_name(facts: Facts) -> Iterator[Fault]:
         yield Fault("spec.task.name", f"is {name[:80]!r}, not a known task", remedy)
 
 
-@_rule(Level.API, "spec.task.reward", "spec.task.uri", "spec.task.parameters", "spec.task.source")
-def task_parts(facts: Facts) -> Iterator[Fault]:
-    """A task from a URL has a reward function and no parameters; a named task scores itself."""
+@_rule(Level.VALIDATE, "spec.task.parameters", "spec.task.uri")
+def task_parameters(facts: Facts) -> Iterator[Fault]:
+    """Parameters are those of a named task."""
     task = facts.spec.task
-    if task.uri is not None and task.name is None:
-        if task.reward is None:
-            yield Fault("spec.task.reward", "is missing with task.uri", "write reward: module:function")
-        if task.parameters:
-            yield Fault("spec.task.parameters", "are for named tasks", "remove them or write task.name")
+    if task.uri is not None and task.name is None and task.parameters:
+        yield Fault("spec.task.parameters", "are for named tasks", "remove them or write task.name")
+
+
+@_rule(Level.API, "spec.task.reward", "spec.task.uri", "spec.task.source")
+def task_parts(facts: Facts) -> Iterator[Fault]:
+    """A task from a URL has a reward function; a named task scores itself."""
+    task = facts.spec.task
+    if task.uri is not None and task.name is None and task.reward is None:
+        yield Fault("spec.task.reward", "is missing with task.uri", "write reward: module:function")
     if task.name is not None and task.uri is None and task.reward is not None:
         remedy = "remove reward, or write task.uri instead of task.name"
         yield Fault("spec.task.reward", "is for tasks from a uri; a named task scores itself", remedy)
@@ -445,7 +453,7 @@ def native_numerics(facts: Facts) -> Iterator[Fault]:
         yield Fault("spec.rollout.numerics", problem, "write Emulated, or rollout.gpusPerNode: 4")
 
 
-@_rule(Level.API, "spec.rollout.engineArgs", "spec.trainer.engineArgs")
+@_rule(Level.VALIDATE, "spec.rollout.engineArgs", "spec.trainer.engineArgs")
 def reference_has_no_arguments(facts: Facts) -> Iterator[Fault]:
     """The Reference engines take no arguments of their own."""
     if facts.spec.rollout.engine is RolloutEngine.REFERENCE and facts.spec.rollout.engine_args:
@@ -497,6 +505,32 @@ def trainer_parallelism(facts: Facts) -> Iterator[Fault]:
     elif gpus and stage % sizes.expert:
         problem = f"is {sizes.expert}, which does not divide the {stage} GPUs of a pipeline stage"
         yield Fault("spec.trainer.parallelism.expert", problem, f"write a divisor of {stage}")
+
+
+@_rule(Level.API, "spec.trainer.nodes", "spec.trainer.gpusPerNode", "spec.trainer.parallelism")
+def ranks_on_every_node(facts: Facts) -> Iterator[Fault]:
+    """Without GPUs too, every trainer node has as many ranks as the others."""
+    trainer = facts.spec.trainer
+    sizes = trainer.parallelism
+    ranks = sizes.tensor * sizes.pipeline * sizes.context * sizes.data
+    if trainer.gpus_per_node == 0 and ranks % trainer.nodes:
+        problem = f"is {trainer.nodes}, which does not divide the {ranks} ranks of trainer.parallelism"
+        remedy = f"write for example parallelism.data: {trainer.nodes}, or fewer nodes"
+        yield Fault("spec.trainer.nodes", problem, remedy)
+
+
+@_rule(Level.START, "spec.rollout.nodes", "spec.trainer.nodes")
+def local_nodes(facts: Facts) -> Iterator[Fault]:
+    """One machine stands in for at most 16 nodes."""
+    if facts.machine is None:
+        return
+    for path, nodes in (
+        ("spec.rollout.nodes", facts.spec.rollout.nodes),
+        ("spec.trainer.nodes", facts.spec.trainer.nodes),
+    ):
+        if nodes > LOCAL_NODES:
+            problem = f"is {nodes}, each of them processes of this one machine"
+            yield Fault(path, problem, f"write at most {LOCAL_NODES}")
 
 
 @_rule(
@@ -662,20 +696,73 @@ def ring_fits_memory(facts: Facts) -> Iterator[Fault]:
         yield Fault("spec.transport.ring.size", problem, f"write at most {limit}, or raise the limit")
 
 
-@_rule(Level.START, "spec.transport.ring.size")
+@_rule(Level.START, "spec.transport.ring.size", "spec.rollout.nodes")
 def ring_fits_machine(facts: Facts) -> Iterator[Fault]:
-    """The ring is not larger than this machine's /dev/shm."""
-    transport, machine = facts.spec.transport, facts.machine
+    """The rings of all nodes that this machine stands in for are not larger than its /dev/shm."""
+    transport, machine, nodes = facts.spec.transport, facts.machine, facts.spec.rollout.nodes
     if transport.only_object or machine is None:
         return
     room = machine.shared_memory or 0
-    if quantity_bytes(transport.ring.size) > room:
-        problem = f"is {transport.ring.size}, but /dev/shm of this machine has {room // 2**20}Mi"
-        remedy = f"write at most {room // 2**20}Mi, or transport.onlyObject: true"
+    if quantity_bytes(transport.ring.size) * nodes > room:
+        times = f" for each of {nodes} nodes" if nodes > 1 else ""
+        problem = f"is {transport.ring.size}{times}, but /dev/shm of this machine has {room // _MIB}Mi"
+        remedy = f"write at most {room // nodes // _MIB}Mi, mount /dev/shm larger, or write onlyObject: true"
         yield Fault("spec.transport.ring.size", problem, remedy)
 
 
-@_rule(Level.API, "spec.transport.onlyObject", "spec.transport.spill", "spec.transport.spillPath")
+def _segment_bytes(ring: int) -> int:
+    """Size of the segments of a ring, as `tracerl.transport.ring.segments.segment_size` has it."""
+    return max(64 * _KIB, min(64 * _MIB, 1 << max(ring // 32, 1).bit_length() - 1))
+
+
+@_rule(Level.API, "spec.transport.ring.size")
+def ring_has_segments(facts: Facts) -> Iterator[Fault]:
+    """A ring has at least 16 segments of 64 KiB: each producer fills one, and those being read stay."""
+    transport = facts.spec.transport
+    if not transport.only_object and quantity_bytes(transport.ring.size) < _MIB:
+        problem = f"is {transport.ring.size}, too little for 16 segments of 64Ki"
+        yield Fault("spec.transport.ring.size", problem, "write at least 1Mi, or transport.onlyObject: true")
+
+
+@_rule(
+    Level.VALIDATE,
+    "spec.transport.ring.size",
+    "spec.model.uri",
+    "spec.records.auditEvery",
+    "spec.quantization.secondInput",
+)
+def ring_holds_a_row(facts: Facts) -> Iterator[Fault]:
+    """A segment (a power of two, a 32nd of the ring or less, at most 64 MiB) holds a row of all sites."""
+    spec, shape = facts.spec, facts.shape
+    if shape is None or spec.transport.only_object or quantity_bytes(spec.transport.ring.size) < _MIB:
+        return
+    ring = quantity_bytes(spec.transport.ring.size)
+    # Twice a bound of the row, for the frame's header: all layers, and whole codes where they are audited.
+    needed = 2 * _row_bound(spec, shape)
+    if needed > 64 * _MIB or needed <= _segment_bytes(ring):
+        return
+    problem = f"is {spec.transport.ring.size}, whose segments of {_segment_bytes(ring) // _KIB}Ki are too "
+    fitting = 32 * (1 << (needed - 1).bit_length()) // _MIB
+    yield Fault("spec.transport.ring.size", f"{problem}small for a row", f"write at least {fitting}Mi")
+
+
+def _row_bound(spec: Spec, shape: ModelShape) -> int:
+    trace = spec.method.trace
+    code_bits, scale_bits = (trace.code_bits, trace.scale_bits) if trace is not None else (1, 3)
+    if spec.records.audit_every:
+        code_bits, scale_bits = 4, 8
+    recorded = spec.quantization.second_input is SecondInput.RECORDED
+    values = shape.hidden + 2 * shape.kv_heads * shape.head_dim + recorded * shape.top_k * shape.expert_hidden
+    bits = values * code_bits + values * scale_bits // BLOCK_SIZES[spec.quantization.format]
+    return shape.layers * (bits // 8 + 2 * shape.top_k)
+
+
+@_rule(
+    Level.API,
+    "spec.transport.onlyObject",
+    "spec.transport.spill",
+    "spec.transport.spillPath",
+)
 def nothing_to_spill(facts: Facts) -> Iterator[Fault]:
     """Without a ring nothing spills."""
     transport = facts.spec.transport
@@ -689,6 +776,67 @@ def nothing_to_spill(facts: Facts) -> Iterator[Fault]:
         yield Fault("spec.transport.spillPath", problem, "remove it, or write onlyObject: false")
 
 
+@_rule(Level.API, "spec.transport.spill", "spec.transport.object.uri")
+def spill_has_a_place(facts: Facts) -> Iterator[Fault]:
+    """Frames spill to an object store that is named."""
+    transport = facts.spec.transport
+    if transport.spill is Spill.OBJECT_STORE and not transport.only_object and transport.object.uri is None:
+        remedy = "write spec.transport.object.uri: s3://BUCKET/PREFIX, or spill: Never with a spillPath"
+        yield Fault("spec.transport.spill", "is ObjectStore, but no object store is named", remedy)
+
+
+@_rule(
+    Level.API,
+    "spec.transport.spillPath",
+    "spec.transport.spillLimit",
+    "spec.transport.ring.size",
+)
+def spill_directory(facts: Facts) -> Iterator[Fault]:
+    """A spill directory is an absolute path, and its limit holds a segment of the ring."""
+    transport = facts.spec.transport
+    path, limit = transport.spill_path, transport.spill_limit
+    if path is not None and not path.startswith("/"):
+        remedy = "write the absolute path of a directory on a local disk"
+        yield Fault("spec.transport.spillPath", f"is {path[:200]!r}, not an absolute path", remedy)
+    if limit is None:
+        return
+    if path is None:
+        problem = "limits spillPath, which is not set"
+        yield Fault("spec.transport.spillLimit", problem, "remove it, or write spillPath")
+    elif quantity_bytes(limit) < (segment := _segment_bytes(quantity_bytes(transport.ring.size))):
+        problem = f"is {limit}, less than one segment of the ring"
+        yield Fault("spec.transport.spillLimit", problem, f"write at least {segment // _KIB}Ki")
+
+
+@_rule(Level.START, "spec.transport.spillPath")
+def spill_directory_exists(facts: Facts) -> Iterator[Fault]:
+    """A spill directory exists on this machine."""
+    path = facts.spec.transport.spill_path
+    if facts.machine is None or path is None or not path.startswith("/"):
+        return
+    if not os.path.isdir(path):  # noqa: PTH112 (a Path raises where a name is too long)
+        problem = f"is {path[:200]!r}, no directory of this machine"
+        yield Fault("spec.transport.spillPath", problem, "make it, or name one on a local disk")
+
+
+@_rule(Level.API, "spec.transport.object.retention", "spec.transport.onlyObject")
+def retention_of_objects(facts: Facts) -> Iterator[Fault]:
+    """Only frames that all go to the object store are kept there; a ring has no room for old ones."""
+    transport = facts.spec.transport
+    if transport.object.retention is not Retention.TRAINED and not transport.only_object:
+        problem = f"is {transport.object.retention}, but frames in a ring go when they are trained"
+        yield Fault("spec.transport.object.retention", problem, "write Trained, or onlyObject: true")
+
+
+@_rule(Level.API, "spec.transport.object.batchSize")
+def object_size(facts: Facts) -> Iterator[Fault]:
+    """Objects are of 4 KiB to 1 GiB: each is a request, and stays in memory until it is uploaded."""
+    size = facts.spec.transport.object.batch_size
+    if not 4 * _KIB <= quantity_bytes(size) <= 2**30:
+        problem = f"is {size}, no sensible size of an object"
+        yield Fault("spec.transport.object.batchSize", problem, "write 4Ki to 1Gi, for example 8Mi")
+
+
 @_rule(
     Level.API,
     "spec.transport.object.uri",
@@ -696,18 +844,38 @@ def nothing_to_spill(facts: Facts) -> Iterator[Fault]:
     "spec.transport.object.endpointUrl",
 )
 def object_store_url(facts: Facts) -> Iterator[Fault]:
-    """An object store is a URL; a secret and an endpoint belong to S3."""
+    """An object store is a URL that all processes reach; a secret and an endpoint belong to S3."""
     store = facts.spec.transport.object
-    if store.uri is not None and scheme(store.uri) is None:
+    path = "spec.transport.object.uri"
+    uri = store.uri or ""
+    found = scheme(uri)
+    bucket = uri.removeprefix("s3://").partition("/")[0]
+    if store.uri is not None and found is None:
+        yield Fault(path, f"is {uri[:200]!r}, not a URL", "write s3://BUCKET/PREFIX or file:///PATH")
+    elif found == "memory":
         remedy = "write s3://BUCKET/PREFIX or file:///PATH"
-        yield Fault("spec.transport.object.uri", f"is {store.uri[:200]!r}, not a URL", remedy)
-    if store.uri is None or scheme(store.uri) != "s3":
+        yield Fault(path, "is memory of one process, which others do not see", remedy)
+    elif found == "file" and not uri.startswith("file:///"):
+        yield Fault(path, f"is {uri[:200]!r}, not an absolute path", "write file:///PATH")
+    elif found == "s3" and re.fullmatch(r"[A-Za-z0-9][\w.-]{1,254}", bucket, re.ASCII) is None:
+        yield Fault(path, f"names {bucket[:80]!r}, which is no bucket", "write s3://BUCKET/PREFIX")
+    if found != "s3":
         for name, value in (("secretName", store.secret_name), ("endpointUrl", store.endpoint_url)):
             if value is not None:
-                path = f"spec.transport.object.{name}"
-                yield Fault(
-                    path, "is for S3, but object.uri is not an s3:// URL", "remove it, or write uri: s3://…"
-                )
+                problem = "is for S3, but object.uri is not an s3:// URL"
+                yield Fault(f"spec.transport.object.{name}", problem, "remove it, or write uri: s3://…")
+    elif store.endpoint_url is not None and scheme(store.endpoint_url) not in {"http", "https"}:
+        problem = f"is {store.endpoint_url[:200]!r}, not an http or https URL"
+        yield Fault("spec.transport.object.endpointUrl", problem, "write for example http://minio:9000")
+
+
+@_rule(Level.START, "spec.transport.object.secretName")
+def local_credentials(facts: Facts) -> Iterator[Fault]:
+    """On one machine credentials come from where AWS's own tools have them, not from a secret."""
+    if facts.machine is not None and facts.spec.transport.object.secret_name is not None:
+        problem = "is a Secret, which only a cluster has"
+        remedy = "remove it and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+        yield Fault("spec.transport.object.secretName", problem, remedy)
 
 
 # -- life -------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from tracerl.api.job import (
     Format,
     NumericsBackend,
     RolloutEngine,
-    Spill,
     TensorScaleRule,
     TrainerEngine,
 )
@@ -32,19 +31,15 @@ class Only:
 
 
 _ENGINE = "it has the Reference engine alone"
-_ONE_MACHINE = "it runs a job on one machine"
 _CPU = "its engines compute on CPUs"
 _ONE_PROCESS = "a rollout is one process"
 _WHOLE_MODEL = "every trainer process holds the whole model"
-_NO_RING = "it has no shared-memory ring, frames go through a directory or an object store"
 
 SUPPORTED: tuple[Only, ...] = (
     Only("spec.rollout.engine", RolloutEngine.REFERENCE, _ENGINE),
     Only("spec.trainer.engine", TrainerEngine.REFERENCE, _ENGINE),
     Only("spec.rollout.numerics", NumericsBackend.EMULATED, "it emulates FP4"),
-    Only("spec.rollout.nodes", 1, _ONE_MACHINE),
-    Only("spec.trainer.nodes", 1, _ONE_MACHINE),
-    Only("spec.rollout.nodesPerReplica", 1, _ONE_MACHINE),
+    Only("spec.rollout.nodesPerReplica", 1, _ONE_PROCESS),
     Only("spec.rollout.gpusPerNode", 0, _CPU),
     Only("spec.trainer.gpusPerNode", 0, _CPU),
     Only("spec.rollout.parallelism.tensor", 1, _ONE_PROCESS),
@@ -56,10 +51,6 @@ SUPPORTED: tuple[Only, ...] = (
     Only("spec.trainer.parallelism.expert", 1, _WHOLE_MODEL),
     Only("spec.quantization.format", Format.NVFP4, "it computes NVFP4 alone"),
     Only("spec.quantization.tensorScale", TensorScaleRule.FIXED, "it has fixed tensor scales alone"),
-    Only("spec.transport.onlyObject", True, _NO_RING),
-    Only("spec.transport.spill", Spill.NEVER, _NO_RING),
-    Only("spec.transport.spillPath", None, _NO_RING),
-    Only("spec.transport.object.endpointUrl", None, "it takes the endpoint from AWS_ENDPOINT_URL"),
     Only("spec.observe.baselineEvery", 0, "its steps all record"),
 )
 

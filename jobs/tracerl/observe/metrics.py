@@ -79,6 +79,16 @@ def _wrong_scales(step: StepRecord) -> Iterator[Sample]:
             yield (str(site.layer), site.kind), site.scales_wrong / site.scales
 
 
+def _read_bytes(step: StepRecord) -> Iterator[Sample]:
+    for path, count in step.transport.read_bytes.items() if step.transport else ():
+        yield (path,), count
+
+
+def _read_seconds(step: StepRecord) -> Iterator[Sample]:
+    for path, seconds in step.transport.read_seconds.items() if step.transport else ():
+        yield (path,), seconds
+
+
 def _mean_and_max(counts: dict[int, int]) -> Iterator[Sample]:
     total = sum(counts.values())
     if total:
@@ -124,6 +134,8 @@ _VALUES: dict[str, Callable[[StepRecord], Iterable[Sample]]] = {
     "tracerl_records_missing_total": lambda step: (
         ((reason,), count) for reason, count in step.records.missing_by_reason.items()
     ),
+    "tracerl_records_read_bytes_total": _read_bytes,
+    "tracerl_records_read_seconds_total": _read_seconds,
     "tracerl_record_version_lag": lambda step: _mean_and_max(step.staleness.tokens),
     "tracerl_step_seconds": lambda step: _one(step.seconds.total),
     "tracerl_step_part_seconds": _parts,

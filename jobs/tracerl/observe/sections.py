@@ -487,13 +487,53 @@ def records(groups: Sequence[Group]) -> Section:
             else "No step was done.",
         )
     )
+    travel = _travel(groups)
     return Section(
         "records",
         "Records",
         "Records",
         figures=tuple(figures),
-        tables=(("Rows and bytes", table),),
+        tables=(("Rows and bytes", table), *((("How frames travelled", travel),) if travel else ())),
         columns=2 if len(figures) > 1 else 1,
+    )
+
+
+_READ_PATHS = {
+    "ring": "Shared memory",
+    "spill": "Spilled",
+    "http": "Other nodes",
+    "object": "Object store",
+}
+
+
+def _travel(groups: Sequence[Group]) -> DataTable | None:
+    """From where frames were read, and how full the stores were; None where no step says so."""
+    rows = []
+    for group in groups:
+        for name, run in zip(group.names, group.runs, strict=True):
+            told = [step.transport for step in run.steps if step.transport is not None]
+            if not told:
+                continue
+            fullest = max(told, key=lambda one: one.held_bytes)
+            share = fullest.held_bytes / fullest.capacity_bytes if fullest.capacity_bytes else None
+            read = [sum(one.read_bytes.get(path, 0) for one in told) for path in _READ_PATHS]
+            rows.append(
+                (
+                    "All steps" if _alone(groups) else f"{group.label}, {name}",
+                    *(text.size(count) for count in read),
+                    text.size(fullest.held_bytes) + ("" if share is None else f" ({text.share(share)})"),
+                    f"{sum(one.waits for one in told):,}",
+                    f"{sum(one.retries for one in told):,}",
+                )
+            )
+    if not rows:
+        return None
+    return DataTable(
+        ("", *_READ_PATHS.values(), "Held between steps", "Waits", "Retries"),
+        tuple(rows),
+        "Bytes read by where they were. Held: the most that was in the stores' fastest tier at the end of a "
+        "step, and its share of the rings. Waits: times that no prompts were submitted because a store had "
+        "little room.",
     )
 
 

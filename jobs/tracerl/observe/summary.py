@@ -22,7 +22,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tracerl.api.constants import Reason
+from tracerl.api.constants import Reason, Role
 from tracerl.api.errors import JobError
 from tracerl.api.job import MethodName, Trace, TraceRLJob
 from tracerl.api.resolved import write_atomically
@@ -120,9 +120,15 @@ class Summary(_Frozen):
     seconds: MeanSeconds | None
     overhead_ratio: float | None
     restarts: int
+    store_restarts: int
+    """Of record stores, since the run was started or resumed last."""
     resumes: int
     expectations: tuple[Expectation, ...]
     unreadable_lines: int
+
+
+def _is_store(process: str) -> bool:
+    return process.startswith(f"{Role.STORE}-")
 
 
 def wilson(mean: float, n: int) -> Estimate:
@@ -275,6 +281,9 @@ def summarize(run: Run) -> Summary:
         seconds=seconds,
         overhead_ratio=overhead,
         restarts=max((step.restarts for step in steps), default=0),
+        store_restarts=sum(
+            count for name, count in (run.ending.restarts if run.ending else {}).items() if _is_store(name)
+        ),
         resumes=sum(start.resumed_from > 0 for start in run.starts),
         expectations=finish.expectations if finish else (),
         unreadable_lines=run.unreadable,
@@ -356,7 +365,8 @@ def facts(summary: Summary) -> list[tuple[str, str]]:
             )
         )
         lines.append(("Overhead", overhead_line(summary)))
-    lines.append(("Restarts", f"{summary.restarts} of rollouts, {summary.resumes} of the trainer"))
+    counts = f"{summary.restarts} of rollouts, {summary.store_restarts} of record stores"
+    lines.append(("Restarts", f"{counts}, {summary.resumes} of the trainer"))
     if summary.unreadable_lines:
         lines.append(("Unreadable log lines", f"{summary.unreadable_lines:,} (torn or of another version)"))
     return lines

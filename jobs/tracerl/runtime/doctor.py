@@ -1,4 +1,8 @@
-"""`tracerl doctor`: what of this machine a local run needs, what is there, and how to get what is not."""
+"""`tracerl doctor`: what of this machine a local run needs, what is there, and how to get what is not.
+
+With a job, also whether its records have room: the ring in shared memory, the spill directory, and the object
+store, which is written to, read, listed and cleaned.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tracerl.runtime.rundir import cache_directory
+from tracerl.api.job import Spill, TraceRLJob, quantity_bytes
+from tracerl.runtime.rundir import SHARED_MEMORY, cache_directory
+from tracerl.transport.base import TransportError
 
 _GIB = 2**30
+_MIB = 2**20
 _LIBRARIES = (
     "aiohttp",
     "fsspec",
@@ -30,7 +37,9 @@ _LIBRARIES = (
 )
 _MEMORY = 4 * _GIB
 _DISK = 2 * _GIB
-_SHARED_MEMORY = 256 * 2**20
+_RING = 256 * _MIB
+"""What spec.transport.ring.size is by default."""
+_PROBE_SECONDS = 10.0
 _FILES = 1024
 
 
@@ -50,8 +59,8 @@ class Check:
         return f"{state:<8} {self.name}: {self.found}" + ("" if self.ok else f"; {self.remedy}")
 
 
-def examine() -> Iterator[Check]:
-    """Look at this machine, quick things first; the checks never raise."""
+def examine(job: TraceRLJob | None = None) -> Iterator[Check]:
+    """Look at this machine, quick things first, and at where a job's records go; the checks never raise."""
     version = ".".join(map(str, sys.version_info[:3]))
     yield Check(
         "Python", (3, 11) <= sys.version_info[:2] <= (3, 13), version, "install Python 3.11, 3.12 or 3.13"
@@ -69,7 +78,8 @@ def examine() -> Iterator[Check]:
         "CPU", cores >= 2, f"{cores} usable", "a second core lets rollout and trainer run side by side", False
     )
     yield _memory()
-    yield _space("shared memory", Path("/dev/shm"), _SHARED_MEMORY, "mount /dev/shm larger")  # noqa: S108
+    if job is None or not job.spec.transport.only_object:
+        yield _shared_memory(job)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield Check(
         "open files", soft >= _FILES, f"{soft} allowed", f"raise it with ulimit -n {min(hard, 65_536)}"
@@ -84,6 +94,8 @@ def examine() -> Iterator[Check]:
         needed=False,
     )
     yield _gpu()
+    if job is not None:
+        yield from _places_of_records(job)
 
 
 def _version(distribution: str) -> str:
@@ -131,8 +143,19 @@ def _memory() -> Check:
     )
 
 
-def _space(name: str, path: Path, wanted: int, remedy: str) -> Check:
-    return _checked(name, lambda: shutil.disk_usage(path).free, path, wanted, remedy)
+def _shared_memory(job: TraceRLJob | None) -> Check:
+    wanted = _RING if job is None else quantity_bytes(job.spec.transport.ring.size) * job.spec.rollout.nodes
+    remedy = (
+        "lower spec.transport.ring.size, or make it larger: docker run --shm-size, mount -o remount,size="
+    )
+    return _checked("shared memory", lambda: _free(SHARED_MEMORY), SHARED_MEMORY, wanted, remedy)
+
+
+def _free(path: Path) -> int:
+    """Bytes free in a directory, once a file was written there; OSError."""
+    with tempfile.TemporaryFile(dir=path) as file:
+        file.write(b"x")
+    return shutil.disk_usage(path).free
 
 
 def _checked(name: str, free: Callable[[], int], path: Path, wanted: int, remedy: str) -> Check:
@@ -140,8 +163,11 @@ def _checked(name: str, free: Callable[[], int], path: Path, wanted: int, remedy
         there = free()
     except OSError as error:
         return Check(name, False, f"{path}: {(error.strerror or str(error)).lower()}", remedy)
-    found = f"{there / _GIB:.1f} GiB free in {path}"
-    return Check(name, there >= wanted, found, f"{remedy} ({wanted / _GIB:g} GiB)")
+    return Check(name, there >= wanted, f"{_size(there)} free in {path}", f"{remedy} ({_size(wanted)})")
+
+
+def _size(count: int) -> str:
+    return f"{count / _GIB:.1f} GiB" if count >= _GIB else f"{count / _MIB:.0f} MiB"
 
 
 def _cache() -> Check:
@@ -150,9 +176,7 @@ def _cache() -> Check:
 
     def free() -> int:
         path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path) as file:
-            file.write(b"x")
-        return shutil.disk_usage(path).free
+        return _free(path)
 
     return _checked("cache", free, path, _DISK, remedy)
 
@@ -167,3 +191,35 @@ def _gpu() -> Check:
     except (ImportError, OSError, RuntimeError) as error:
         return Check("GPU", False, _first_line(error), remedy, needed=False)
     return Check("GPU", bool(names), ", ".join(names) or "none", remedy, needed=False)
+
+
+def _places_of_records(job: TraceRLJob) -> Iterator[Check]:
+    transport = job.spec.transport
+    if transport.spill_path is not None:
+        path = Path(transport.spill_path)
+        wanted = quantity_bytes(transport.spill_limit) if transport.spill_limit is not None else 0
+        remedy = "name a directory with room in spec.transport.spillPath, or lower spillLimit"
+        yield _checked("spill directory", lambda: _free(path), path, wanted, remedy)
+    if transport.object.uri is not None and (transport.only_object or transport.spill is Spill.OBJECT_STORE):
+        yield _object_store(job)
+
+
+def _object_store(job: TraceRLJob) -> Check:
+    store = job.spec.transport.object
+    assert store.uri is not None
+    name, remedy = "object store", "correct spec.transport.object"
+    try:
+        # With fsspec, which may not be installed: a line above says how to get it.
+        filesystems = importlib.import_module("tracerl.transport.objects.filesystem")
+    except ImportError as error:
+        return Check(name, False, f"cannot be tried ({error})", "pip install 'tracerl[jobs]'")
+    try:
+        filesystem = filesystems.open_filesystem(
+            store.uri, endpoint_url=store.endpoint_url, deadline_seconds=_PROBE_SECONDS
+        )
+        filesystem.probe()
+        filesystem.close()
+    except TransportError as error:
+        found, _, what = str(error).partition("; ")
+        return Check(name, False, found, what or remedy)
+    return Check(name, True, f"{filesystem.where} takes, gives back, lists and deletes objects", remedy)

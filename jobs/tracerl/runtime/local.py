@@ -1,7 +1,8 @@
-"""One job on this machine: a rollout process and trainer processes, restarted within the job's budget.
+"""One job on this machine: record stores, rollouts and trainers, restarted within the job's budget.
 
-The parent holds no weights and no records: it starts, watches, restarts and stops, shows what the run log
-says, and leaves the run directory tidy however the run ended.
+Several nodes are several sets of these processes: a trainer reads the records of another node over HTTP, as
+on a cluster, though both are here. The parent holds no weights and no records: it starts, watches, restarts
+and stops, shows what the run log says, and leaves the run directory tidy however the run ended.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from tracerl.runtime.rundir import (
     disk_errors,
     read_ending,
     refuse,
+    remove_dead_rings,
+    remove_objects,
     resume_run,
     start_run,
     tidy,
@@ -36,6 +39,7 @@ from tracerl.runtime.rundir import (
     write_token,
 )
 from tracerl.runtime.supervise import Supervisor
+from tracerl.transport.base import TransportError
 
 TRAINER = "trainer-0"
 """The process that runs the loop."""
@@ -103,11 +107,29 @@ def run_local(request: Request, display: Display) -> Ending:
                 resolved.layout.result.unlink(missing_ok=True)
                 tidy(resolved)
                 write_token(resolved.layout)
+                remove_dead_rings()
             with RunLog(directory) as log:
-                return _supervise(request, resolved, log, display, signals, lock=lock)
-        finally:
-            with contextlib.suppress(OSError):
-                tidy(resolved)
+                ending = _supervise(request, resolved, log, display, signals, lock=lock)
+        except BaseException:
+            # Why the run failed is the one sentence to say, and often why nothing can be removed.
+            _remove_what_is_left(resolved)
+            raise
+        problem = _remove_what_is_left(resolved)
+        if problem is not None:
+            with contextlib.suppress(OSError):  # nobody reads the output any more
+                display.note(f"records may be left in {resolved.records_uri} ({problem})")
+        return ending
+
+
+def _remove_what_is_left(resolved: ResolvedJob) -> TransportError | None:
+    """Remove what only running processes need, as far as that is possible; give why records are left."""
+    with contextlib.suppress(OSError):
+        tidy(resolved)
+    try:
+        remove_objects(resolved)
+    except TransportError as error:
+        return error
+    return None
 
 
 def _supervise(
@@ -141,23 +163,30 @@ def process_specs(resolved: ResolvedJob) -> list[ProcessSpec]:
     """Give the processes of a local run in the order in which they are started."""
     layout, spec = resolved.layout, resolved.job.spec
 
-    def process(role: str, number: int, threads: int) -> ProcessSpec:
-        name = f"{role}-{number}"
-        # A server that comes back listens elsewhere: nobody must ask whoever has the old port by then.
-        leaves = [layout.endpoints / f"{name}.json"]
+    def process(name: str, group: str, threads: int, *leaves: Path) -> ProcessSpec:
+        role = name.partition("-")[0]
         return ProcessSpec(
             name,
-            role,
+            group,
             module_arguments(f"tracerl.runtime.{role}_main", str(layout.job), name),
             layout.log(name),
             _environment(threads),
-            leaves=[*leaves, layout.meeting] if name == TRAINER else leaves,
+            # A server that comes back listens elsewhere: nobody must ask whoever has the old port by then.
+            leaves=[layout.endpoints / f"{name}.json", *leaves],
         )
 
-    trainers = range(spec.trainer.parallelism.data)
+    def store(name: str) -> ProcessSpec:
+        # A ring takes its memory from the next one, which may not find room beside it.
+        place = resolved.store_place(name)
+        return process(name, name, 1, place.socket, place.ring)
+
     return [
-        process("rollout", 0, spec.rollout.threads),
-        *(process("trainer", number, spec.trainer.threads) for number in trainers),
+        *(store(endpoint.name) for endpoint in resolved.endpoints.store),
+        *(process(e.name, e.name, spec.rollout.threads) for e in resolved.endpoints.rollout),
+        *(
+            process(e.name, "trainer", spec.trainer.threads, *([layout.meeting] if e.name == TRAINER else []))
+            for e in resolved.endpoints.trainer
+        ),
     ]
 
 

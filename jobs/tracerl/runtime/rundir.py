@@ -5,26 +5,31 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import os
 import secrets
 import shutil
 import signal
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from tracerl.api.constants import Reason
 from tracerl.api.errors import InputError, JobError
-from tracerl.api.job import Mutability, Retention, Spec, TraceRLJob
+from tracerl.api.job import Colocation, Mutability, Retention, Spec, Spill, TraceRLJob
 from tracerl.api.resolved import Endpoint, Endpoints, ResolvedJob, RunLayout, write_atomically
 from tracerl.observe.run import Ending
 from tracerl.runtime.processes import PARENT_VARIABLE, process_ids
+from tracerl.transport.ring.file import reap
+from tracerl.transport.store.spill import remove_leftovers
 
 # A run that was killed holds its lock until its children noticed, which takes them a poll of their parent,
 # and have stopped. After that they are stuck, and killed; this is also how long that may take.
 _LOCK_SECONDS = 5.0
+_OBJECTS_SECONDS = 10.0
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (shared memory is where it is)
 
 
 def read_ending(layout: RunLayout) -> Ending | None:
@@ -217,16 +222,51 @@ def start_run(job: TraceRLJob, directory: Path) -> ResolvedJob:
     layout = RunLayout(directory)
     for path in (layout.metrics, layout.events, layout.result, layout.summary, layout.report):
         path.unlink(missing_ok=True)
+    return _resolve(job, directory, job.metadata.uid or str(uuid.uuid4()))
+
+
+def _resolve(job: TraceRLJob, directory: Path, job_uid: str) -> ResolvedJob:
+    layout, only_object = RunLayout(directory), job.spec.transport.only_object
     resolved = ResolvedJob(
         job=job,
-        job_uid=job.metadata.uid or str(uuid.uuid4()),
+        job_uid=job_uid,
         run_dir=directory,
         cache_dir=cache_directory(),
         token_file=layout.token,
-        endpoints=Endpoints(directory=layout.endpoints, rollout=[Endpoint(name="rollout-0")]),
+        ring_dir=None if only_object else _ring_directory(directory, job_uid),
+        endpoints=_endpoints(job.spec, layout),
     )
     resolved.write(layout.job)
     return resolved
+
+
+def _ring_directory(directory: Path, job_uid: str) -> Path:
+    """Name a directory in shared memory after a run: short, since sockets lie in it, and of one run alone.
+
+    Two runs of one manifest that sets a UID differ in their run directories.
+    """
+    digest = hashlib.sha256(f"{job_uid}\0{directory}".encode("utf-8", "surrogateescape")).hexdigest()
+    return SHARED_MEMORY / f"{_ring_prefix()}{digest[:12]}"
+
+
+def _ring_prefix() -> str:
+    return f"tracerl-{os.getuid()}-"
+
+
+def _endpoints(spec: Spec, layout: RunLayout) -> Endpoints:
+    """Place the processes on the nodes that this machine stands in for, as pods would be on a cluster's."""
+    rollouts, trainers, ranks = spec.rollout.nodes, spec.trainer.nodes, spec.trainer.parallelism.data
+    apart = rollouts if spec.placement.colocation is Colocation.NONE else 0
+
+    def endpoints(role: str, nodes: Iterable[int]) -> list[Endpoint]:
+        return [Endpoint(name=f"{role}-{i}", node=f"node-{node}") for i, node in enumerate(nodes)]
+
+    return Endpoints(
+        directory=layout.endpoints,
+        rollout=endpoints("rollout", range(rollouts)),
+        store=endpoints("store", range(0 if spec.transport.only_object else rollouts)),
+        trainer=endpoints("trainer", (apart + rank * trainers // ranks for rank in range(ranks))),
+    )
 
 
 def resume_run(job: TraceRLJob, directory: Path) -> ResolvedJob:
@@ -248,17 +288,7 @@ def resume_run(job: TraceRLJob, directory: Path) -> ResolvedJob:
         raise InputError(
             f"{changed[0]} is not what the run in {directory} was started with; undo that or {anew}"
         )
-    resolved = before.model_copy(
-        update={
-            "job": job,
-            "run_dir": directory,
-            "cache_dir": cache_directory(),
-            "token_file": layout.token,
-            "endpoints": before.endpoints.model_copy(update={"directory": layout.endpoints}),
-        }
-    )
-    resolved.write(layout.job)
-    return resolved
+    return _resolve(job, directory, before.job_uid)
 
 
 def _document(spec: Spec) -> dict[str, Any]:
@@ -286,17 +316,54 @@ def write_token(layout: RunLayout) -> None:
         file.write(secrets.token_hex(32) + "\n")
 
 
+def remove_dead_rings() -> None:
+    """Remove the rings that killed runs of this user left on this machine, never those of living ones."""
+    for directory in SHARED_MEMORY.glob(f"{_ring_prefix()}*"):
+        reap(directory)
+
+
 def tidy(job: ResolvedJob) -> None:
     """Remove what only running processes need: token, endpoints, weights on their way, frames.
 
     Called when no process of the run lives; frames stay when the job wants them to.
     """
-    layout = job.layout
+    layout, transport = job.layout, job.job.spec.transport
     layout.token.unlink(missing_ok=True)
     shutil.rmtree(layout.endpoints, ignore_errors=True)
     shutil.rmtree(layout.weights, ignore_errors=True)
-    if job.job.spec.transport.object.retention is Retention.TRAINED:
+    if job.ring_dir is not None:
+        reap(job.ring_dir)
+    if transport.spill_path is not None:
+        remove_leftovers(Path(transport.spill_path))
+    if transport.object.retention is Retention.TRAINED:
         shutil.rmtree(layout.records, ignore_errors=True)
     for pattern in ("*.tmp", "*.partial", "checkpoints/.*.partial"):
         for unfinished in layout.root.glob(pattern):
             shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink()
+
+
+def remove_objects(job: ResolvedJob) -> None:
+    """Delete the objects that this job left in an object store outside of the run directory.
+
+    Called when no process of the run lives: who was killed, or stopped in the middle of a step, deletes
+    nothing. TransportError when the store cannot be reached.
+    """
+    transport = job.job.spec.transport
+    uses_it = transport.only_object or transport.spill is Spill.OBJECT_STORE
+    if transport.object.uri is None or transport.object.retention is not Retention.TRAINED or not uses_it:
+        return
+    # With fsspec, whose import would delay every other run.
+    from tracerl.transport.objects.filesystem import open_filesystem  # noqa: PLC0415
+    from tracerl.transport.objects.source import ObjectSource  # noqa: PLC0415
+
+    filesystem = open_filesystem(
+        job.records_uri,
+        endpoint_url=transport.object.endpoint_url,
+        deadline_seconds=min(transport.deadline_seconds, _OBJECTS_SECONDS),
+    )
+    retention = transport.object.retention
+    source = ObjectSource(filesystem, job_uid=job.job_uid, run_id="no-run", retention=retention)
+    try:
+        source.start_run()
+    finally:
+        source.close()

@@ -12,7 +12,6 @@ MINIMAL: dict[str, Any] = {
         "task": {"name": "builtin/chain_sum"},
         "algorithm": {"steps": 30, "promptsPerStep": 16, "samplesPerPrompt": 8},
         "method": {"name": "TRACE"},
-        "transport": {"onlyObject": True},
     },
 }
 

@@ -12,8 +12,9 @@ from tracerl.api.job import TraceRLJob
 from tracerl.api.load import apply_overrides, check, load_job
 from tracerl.api.machine import Machine
 from tracerl.api.model import BUILTIN_MODELS, ModelShape
-from tracerl.api.rules import RULES, Facts
+from tracerl.api.rules import RULES, Facts, _segment_bytes
 from tracerl.api.support import SUPPORT_RULES
+from tracerl.transport.ring.segments import segment_size
 
 
 def test_the_shortest_manifest_runs(manifest: dict[str, Any]) -> None:
@@ -191,6 +192,11 @@ BAD: list[tuple[list[str], str, str]] = [
     ),
     (["spec.trainer.nodes=2"], "spec.trainer.nodes", "write 1, or placement.colocation: None"),
     (
+        ["spec.rollout.nodes=2", "spec.trainer={nodes: 2, parallelism: {data: 3}}"],
+        "spec.trainer.nodes",
+        "is 2, which does not divide the 3 ranks of trainer.parallelism; write for example parallelism.data",
+    ),
+    (
         ["spec.rollout={gpusPerNode: 4, parallelism: {tensor: 4}}"],
         "spec.trainer.gpusPerNode",
         "2+2, 3+1 or 1+3, or write placement.colocation: None",
@@ -251,9 +257,45 @@ BAD: list[tuple[list[str], str, str]] = [
         "spec.transport.ring.size",
         "write at most 1Gi, or raise the limit",
     ),
-    (["spec.transport.spill=ObjectStore"], "spec.transport.spill", "write Never, or onlyObject: false"),
-    (["spec.transport.spillPath=/nvme"], "spec.transport.spillPath", "there is no ring to spill"),
+    (["spec.transport={ring: {size: 1000Ki}}"], "spec.transport.ring.size", "write at least 1Mi"),
+    (
+        ["spec.transport={spill: ObjectStore}"],
+        "spec.transport.spill",
+        "no object store is named; write spec.transport.object.uri: s3://BUCKET/PREFIX",
+    ),
+    (["spec.transport={spillPath: nvme}"], "spec.transport.spillPath", "not an absolute path; write the"),
+    (["spec.transport={spillLimit: 1Gi}"], "spec.transport.spillLimit", "remove it, or write spillPath"),
+    (
+        ["spec.transport={spillPath: /nvme, spillLimit: 8191Ki}"],
+        "spec.transport.spillLimit",
+        "less than one segment of the ring; write at least 8192Ki",
+    ),
+    (
+        ["spec.transport={object: {retention: Job}}"],
+        "spec.transport.object.retention",
+        "write Trained, or onlyObject: true",
+    ),
+    (["spec.transport.object.batchSize=2Gi"], "spec.transport.object.batchSize", "write 4Ki to 1Gi"),
+    (["spec.transport.object.batchSize=0"], "spec.transport.object.batchSize", "write 4Ki to 1Gi"),
+    (
+        ["spec.transport={onlyObject: true, spill: ObjectStore}"],
+        "spec.transport.spill",
+        "write Never, or onlyObject: false",
+    ),
+    (
+        ["spec.transport={onlyObject: true, spillPath: /nvme}"],
+        "spec.transport.spillPath",
+        "there is no ring to spill",
+    ),
     (["spec.transport.object.uri=bucket"], "spec.transport.object.uri", "write s3://BUCKET/PREFIX"),
+    (["spec.transport.object.uri='memory://r'"], "spec.transport.object.uri", "others do not see; write s3"),
+    (["spec.transport.object.uri='file://r'"], "spec.transport.object.uri", "write file:///PATH"),
+    (["spec.transport.object.uri='s3:///r'"], "spec.transport.object.uri", "names '', which is no bucket"),
+    (
+        ["spec.transport.object={uri: 's3://b-1/r', endpointUrl: 'minio:9000'}"],
+        "spec.transport.object.endpointUrl",
+        "is 'minio:9000', not an http or https URL; write for example http://minio:9000",
+    ),
     (["spec.transport.object.secretName=s3"], "spec.transport.object.secretName", "write uri: s3://"),
     (
         ["spec.transport.object={uri: 'file:///r', endpointUrl: 'http://minio'}"],
@@ -266,8 +308,6 @@ BAD: list[tuple[list[str], str, str]] = [
     (["spec.trainer.engine=Verl"], "spec.trainer.engine", "write Reference"),
     (["spec.quantization.format=MXFP4"], "spec.quantization.format", "write NVFP4"),
     (["spec.quantization.tensorScale=PerToken"], "spec.quantization.tensorScale", "write Fixed"),
-    (["spec.transport.onlyObject=false"], "spec.transport.onlyObject", "write true"),
-    (["spec.rollout.nodes=2", "spec.trainer.nodes=2"], "spec.trainer.nodes", "on one machine); write 1"),
     (
         [
             "spec.trainer.parallelism.data=9",
@@ -276,11 +316,6 @@ BAD: list[tuple[list[str], str, str]] = [
         ],
         "spec.trainer.parallelism.data",
         "write at most 8",
-    ),
-    (
-        ["spec.transport.object={uri: 's3://b', endpointUrl: 'http://minio'}"],
-        "spec.transport.object.endpointUrl",
-        "AWS_ENDPOINT_URL",
     ),
     (["spec.trainer.parallelism.context=2"], "spec.trainer.parallelism.context", "write 1"),
     (["spec.rollout.parallelism.data=2"], "spec.rollout.parallelism.data", "write 1"),
@@ -310,7 +345,19 @@ ON_A_MACHINE = [
         "spec.rollout.gpusPerNode",
         "this machine has 0",
     ),
-    (["spec.transport.onlyObject=false"], "spec.transport.ring.size", "write at most 64Mi"),
+    ([], "spec.transport.ring.size", "write at most 64Mi"),
+    (
+        ["spec.transport={ring: {size: 40Mi}}", "spec.placement.colocation=None", "spec.rollout.nodes=2"],
+        "spec.transport.ring.size",
+        "is 40Mi for each of 2 nodes, but /dev/shm of this machine has 64Mi; write at most 32Mi",
+    ),
+    (["spec.rollout.nodes=17"], "spec.rollout.nodes", "of this one machine; write at most 16"),
+    (["spec.transport={spillPath: /no/nvme}"], "spec.transport.spillPath", "no directory of this machine"),
+    (
+        ["spec.transport.object={uri: 's3://bucket', secretName: s3}"],
+        "spec.transport.object.secretName",
+        "remove it and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    ),
     (
         ["spec.task={uri: 'no/words.jsonl', reward: 'm:f'}"],
         "spec.task.uri",
@@ -329,6 +376,36 @@ ON_A_MACHINE = [
 ]
 
 
+SMALL_RING = ["spec.transport={ring: {size: 1Mi}}", "spec.records.auditEvery=1"]
+LARGE = ModelShape.uniform(
+    61,
+    hidden=7168,
+    heads=64,
+    kv_heads=8,
+    head_dim=128,
+    experts=256,
+    top_k=8,
+    expert_hidden=2048,
+    vocab=129_280,
+    context=131_072,
+)
+
+
+def test_a_ring_too_small_for_a_row(manifest: dict[str, Any], tmp_path: Path) -> None:
+    """Which of the model's sites are recorded does not matter: the bound is over all of them."""
+    (tmp_path / "config.json").write_text(json.dumps(LARGE.to_hf_config()))
+    document = apply_overrides(manifest, [*SMALL_RING, f"spec.model.uri=file://{tmp_path}"])
+    found = by_path(check(document))["spec.transport.ring.size"]
+    assert found == "is 1Mi, whose segments of 64Ki are too small for a row; write at least 32Mi"
+    document["spec"]["transport"]["ring"]["size"] = "32Mi"
+    assert "spec.transport.ring.size" not in by_path(check(document))
+
+
+def test_rules_know_the_segments_of_a_ring() -> None:
+    for ring in (1, 2**20, 2**21, 2**21 + 1, 3 * 2**20, 2**28, 2**31, 2**40):
+        assert _segment_bytes(ring) == segment_size(ring)
+
+
 def test_every_rule_is_broken_by_some_manifest(manifest: dict[str, Any]) -> None:
     """No rule is dead: each finds a fault in one of the manifests above."""
     machine = Machine(gpus=0, shared_memory=64 * 2**20)
@@ -345,13 +422,14 @@ def test_every_rule_is_broken_by_some_manifest(manifest: dict[str, Any]) -> None
         context=128,
     ).model_copy(update={"moe_layers": (0, 1)})
     broken = set()
-    for overrides, _, _ in [*BAD, *ON_A_MACHINE]:
+    for overrides, _, _ in [*BAD, *ON_A_MACHINE, (SMALL_RING, "", "")]:
         try:
             job = TraceRLJob.model_validate(apply_overrides(manifest, overrides))
         except ValidationError:
             continue
-        facts = Facts(job.spec, odd, machine)
-        broken |= {rule.name for rule in (*RULES, *SUPPORT_RULES) if list(rule.check(facts))}
+        for shape in (odd, LARGE):
+            facts = Facts(job.spec, shape, machine)
+            broken |= {rule.name for rule in (*RULES, *SUPPORT_RULES) if list(rule.check(facts))}
     assert {rule.name for rule in (*RULES, *SUPPORT_RULES)} == broken
 
 
@@ -376,14 +454,26 @@ def test_fault_of_this_machine(
         ],
         ["spec.rollout={engine: SGLang, numerics: Emulated}"],
         ["spec.transport={ring: {size: 1Gi}}", "spec.rollout.resources.limits.memory=1Gi"],
+        ["spec.rollout.nodes=2", "spec.trainer={nodes: 2, parallelism: {data: 4}}"],
+        ["spec.placement.colocation=None", "spec.rollout.nodes=3"],
+        [
+            "spec.transport={spillPath: /nvme, spillLimit: 8Mi, spill: ObjectStore}",
+            "spec.transport.object.uri=s3://bucket",
+        ],
+        ["spec.transport.object={uri: 's3://bucket/records', endpointUrl: 'https://minio:9000'}"],
+        ["spec.transport={onlyObject: true, object: {uri: 'gs://bucket/records', retention: Forever}}"],
         ["spec.rollout.template={metadata: {labels: {a: b}}, spec: {tolerations: [{operator: Exists}]}}"],
-        ["spec.transport={onlyObject: true, object: {uri: 's3://b/p', secretName: s3}}"],
+        ["spec.transport={onlyObject: true, object: {uri: 's3://bucket/p', secretName: s3}}"],
         ["spec.task={uri: 's3://b/t.jsonl', reward: 'my.mod:score'}"],
         ["spec.method.trace.layers={policy: List, indices: [3, 0]}"],
         ["spec.method.trace={codeBits: 0, scaleBits: 8}"],
         ["spec.quantization.secondInput=Recorded"],
         ["spec.algorithm.maxVersionDiff=0"],
-        ["spec.trainer={weightSync: Disk, nodes: 2}", "spec.rollout.nodes=2", "spec.output.uri=pvc://runs/a"],
+        [
+            "spec.trainer={weightSync: Disk, nodes: 2, parallelism: {data: 2}}",
+            "spec.rollout.nodes=2",
+            "spec.output.uri=pvc://runs/a",
+        ],
         ["spec.method.trace.driftBand=0.5"],
     ],
     ids=str,

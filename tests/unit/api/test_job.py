@@ -79,7 +79,7 @@ def test_defaults_of_trace(manifest: dict[str, Any]) -> None:
 def test_round_trip(manifest: dict[str, Any]) -> None:
     """What a job writes is a manifest of the same job, with every default in it."""
     manifest["spec"]["trainer"] = {"optimizer": {"learningRate": "1e-8", "epsilon": "0.00000001"}}
-    manifest["spec"]["rollout"] = {"resources": {"limits": {"memory": 1024, "cpu": 2, "rdma/ib": 1}}}
+    manifest["spec"]["rollout"] = {"resources": {"limits": {"memory": 2**30, "cpu": 2, "rdma/ib": 1}}}
     manifest["spec"]["method"]["trace"] = {"driftBand": "0.10"}
     manifest["metadata"]["finalizers"] = ["kept"]
     job = TraceRLJob.model_validate(manifest)
@@ -92,8 +92,14 @@ def test_round_trip(manifest: dict[str, Any]) -> None:
     assert written["spec"]["method"]["trace"]["driftBand"] == "0.10", "decimal strings keep their digits"
 
 
+PLANNED = {"qwen3.5-35b.yaml"}
+"""For `tracerl plan`: no engine here runs them."""
+
+
 @pytest.mark.parametrize(
-    "path", sorted((ROOT / "jobs" / "examples").glob("*.yaml")), ids=lambda path: path.name
+    "path",
+    sorted(path for path in (ROOT / "jobs/examples").glob("*.yaml") if path.name not in PLANNED),
+    ids=lambda path: path.name,
 )
 def test_examples_are_valid(path: Path) -> None:
     assert load_job(path).spec

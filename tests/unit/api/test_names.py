@@ -54,7 +54,7 @@ def test_handle_that_cannot_be_made(store: str, name: str, length: int, xxh3: in
 
 LABELS = {
     *("forward", "format", "kind", "layer", "method", "part", "position", "reason"),
-    *("role", "site", "stat", "version"),
+    *("path", "result", "role", "site", "stat", "state", "tier", "version"),
 }
 
 

@@ -32,6 +32,7 @@ from tracerl.rl.steprecord import (
     StartRecord,
     StepRecord,
     StepSeconds,
+    Transport,
 )
 
 START = 1_790_000_000.0
@@ -80,6 +81,7 @@ def make_step(
     seconds = {
         "generate_wait": 0.31 * draw.uniform(0.9, 1.2),
         "fetch": fetch,
+        "load": 0.004 if guides else 0.0,
         "unpack": unpack,
         "forward_old_guided": 0.2,
         "forward_old_unguided": 0.19 if guides else 0.0,
@@ -147,6 +149,18 @@ def make_step(
             bytes_per_token=(row_bytes + 512 * 180 / rows) if rows else None,
             frames=512,
         ),
+        "transport": Transport(
+            capacity_bytes=2**25,
+            held_bytes=2**21 + step,
+            frames=800,
+            frame_bytes=2**20,
+            read_bytes={"ring": rows * 50, "http": rows * 8},
+            read_seconds={"ring": 0.01, "http": 0.02},
+            retries=int(step == 7),
+            waits=int(step == 9),
+        )
+        if records
+        else None,
         "routes_missing": 0,
         "mismatch": _mismatch(draw) if guides else (),
         "seconds": StepSeconds(total=total, **seconds),

@@ -111,6 +111,8 @@ def test_what_matters_is_on_the_page(trace_page: tuple[str, Page]) -> None:
         "+0.18; end 0.67–0.78 (95 % over 256 prompts)",
         "7.9 % of the unguided 0.063",
         "4 of 327,680 rows missing",
+        "Shared memory Spilled Other nodes Object store Held between steps Waits Retries "
+        "All steps 15.6 MiB 0 B 2.5 MiB 0 B 2 MiB (6.3 %) 1 1",
         "Extra forward 190 ms (12.9 %)",
         "rollout-0 shows another instance",
         "maxGapRatio at most 0.5 0.079 met",
@@ -123,6 +125,7 @@ def test_what_matters_is_on_the_page(trace_page: tuple[str, Page]) -> None:
 def test_other_methods_have_no_guided_figures(tmp_path: Path, method: str) -> None:
     page = Page(render([load_run(write_run(tmp_path / "run", method, steps=4))]))
     assert "Gap, guided" not in page.said
+    assert ("How frames travelled" in page.said) == (method != "BF16")
     assert "Set records.auditEvery" in page.said
 
 

@@ -137,10 +137,18 @@ def test_the_loops_own_figures_win_because_expectations_were_judged_by_them(tmp_
 def test_the_end_of_the_processes_is_the_last_word(tmp_path: Path) -> None:
     directory = write_run(tmp_path / "run", done=3)
     RunLayout(directory).result.write_text(
-        json.dumps({"state": "Failed", "reason": "RestartsExhausted", "message": "m", "restarts": {}})
+        json.dumps(
+            {
+                "state": "Failed",
+                "reason": "RestartsExhausted",
+                "message": "m",
+                "restarts": {"store-0": 2, "trainer-0": 1},
+            }
+        )
     )
     summary = summarize(load_run(directory))
     assert (summary.outcome, summary.reason, summary.message) == ("Failed", "RestartsExhausted", "m")
+    assert summary.store_restarts == 2
 
 
 def test_a_run_that_was_taken_up_again_is_unfinished_until_its_new_end(tmp_path: Path) -> None:

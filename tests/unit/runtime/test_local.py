@@ -58,9 +58,13 @@ def test_the_processes_and_their_environment(monkeypatch, tmp_path, before, afte
     resolved = rundir.start_run(job(rollout={"threads": 3}, trainer=trainer), tmp_path)
     rundir.write_token(resolved.layout)
     processes = local.process_specs(resolved)
-    assert [process.name for process in processes] == ["rollout-0", "trainer-0", "trainer-1"]
-    assert [process.group for process in processes] == ["rollout", "trainer", "trainer"]
-    assert [process.env["OMP_NUM_THREADS"] for process in processes] == ["3", "5", "5"]
+    # The store of a rollout is there first; only trainers cannot go on without each other.
+    assert [process.name for process in processes] == ["store-0", "rollout-0", "trainer-0", "trainer-1"]
+    assert [process.group for process in processes] == ["store-0", "rollout-0", "trainer", "trainer"]
+    assert [process.env["OMP_NUM_THREADS"] for process in processes] == ["1", "3", "5", "5"]
+    assert [process.arguments[-3:-2] for process in processes] == [
+        [f"tracerl.runtime.{role}_main"] for role in ("store", "rollout", "trainer", "trainer")
+    ]
     # Nothing that a run listens on is reachable from another machine.
     assert {process.env["GLOO_SOCKET_IFNAME"] for process in processes} == {"lo"}
     assert {process.env["GLIBC_TUNABLES"] for process in processes} == {after}
@@ -68,9 +72,56 @@ def test_the_processes_and_their_environment(monkeypatch, tmp_path, before, afte
         assert resolved.token() not in " ".join([*process.arguments, *process.env.values()])
 
 
+def test_a_store_that_ended_gives_its_memory_back(tmp_path):
+    """Before the next one takes as much; the trainers' meeting place goes with the trainers."""
+    resolved = rundir.start_run(job(), tmp_path)
+    leaves = {process.name: set(process.leaves) for process in local.process_specs(resolved)}
+    place = resolved.store_place("store-0")
+    assert {place.ring, place.socket, tmp_path / "endpoints/store-0.json"} == leaves["store-0"]
+    assert leaves["trainer-0"] == {tmp_path / "endpoints/trainer-0.json", tmp_path / "endpoints/trainers"}
+
+
+def test_without_a_ring_there_is_no_store(tmp_path):
+    resolved = rundir.start_run(job(transport={"onlyObject": True}), tmp_path)
+    assert [process.name for process in local.process_specs(resolved)] == ["rollout-0", "trainer-0"]
+    assert resolved.ring_dir is None
+    with pytest.raises(ValueError, match="store-0 has no ring"):
+        resolved.store_place("store-0")
+
+
+@pytest.mark.parametrize(
+    ("counts", "colocation", "nodes"),
+    [
+        ((1, 1, 2), "Pod", [0, 0]),
+        ((2, 2, 2), "Pod", [0, 1]),
+        ((2, 2, 6), "Node", [0, 0, 0, 1, 1, 1]),
+        ((1, 1, 1), "None", [1]),
+        ((2, 3, 3), "None", [2, 3, 4]),
+    ],
+)
+def test_the_nodes_that_a_machine_stands_in_for(tmp_path, counts, colocation, nodes):
+    rollouts, trainers, ranks = counts
+    wanted = job(
+        rollout={"nodes": rollouts},
+        trainer={"nodes": trainers, "parallelism": {"data": ranks}},
+        placement={"colocation": colocation},
+    )
+    resolved = rundir.start_run(wanted, tmp_path)
+    assert [resolved.node(f"trainer-{rank}") for rank in range(ranks)] == [f"node-{node}" for node in nodes]
+    for role in ("rollout", "store"):
+        assert [resolved.node(f"{role}-{i}") for i in range(rollouts)] == [
+            f"node-{i}" for i in range(rollouts)
+        ]
+    names = [process.name for process in local.process_specs(resolved)]
+    assert names == [
+        *(f"{role}-{i}" for role in ("store", "rollout") for i in range(rollouts)),
+        *(f"trainer-{rank}" for rank in range(ranks)),
+    ]
+
+
 def manifest(tmp_path, **spec) -> Path:
     path = tmp_path / "job.yaml"
-    document = job(transport={"onlyObject": True}, **spec).model_dump(mode="json", by_alias=True)
+    document = job(**spec).model_dump(mode="json", by_alias=True)
     path.write_text(yaml.safe_dump({**document, "status": None}))
     return path
 

@@ -17,6 +17,8 @@ from tracerl.api.job import TraceRLJob
 from tracerl.api.resolved import EndpointFile, ResolvedJob, RunLayout
 from tracerl.observe.run import Ending
 from tracerl.runtime import rundir
+from tracerl.transport.ring.file import RingDirectory
+from tracerl.transport.store.spill import SpillDirectory
 
 
 def job(**spec) -> TraceRLJob:
@@ -82,6 +84,8 @@ def test_a_run_is_resumed_with_its_uid_also_elsewhere(tmp_path):
         ({"trainer": {"checkpoint": {"every": 1}}}, None),
         ({"expect": {"maxGap": "0.1"}}, None),
         ({"output": {"uri": "file:///elsewhere"}}, None),
+        ({"transport": {"ring": {"size": "1Gi"}, "deadlineSeconds": 5}}, None),
+        ({"transport": {"onlyObject": True}}, "spec.transport.onlyObject"),
         ({"algorithm": {"steps": 3, "promptsPerStep": 2, "samplesPerPrompt": 2}}, "spec.algorithm.steps"),
         ({"method": {"name": "QAT"}}, "spec.method.name"),
         ({"method": {"name": "TRACE", "trace": {"codeBits": 4}}}, "spec.method.trace"),
@@ -278,6 +282,76 @@ def test_what_is_left_when_a_run_is_over(tmp_path, retention, kept):
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"job.yaml", "result.json", "checkpoints"} | ({"records"} if kept else set())
     assert rundir.read_ending(layout).state == "Stopped"
+
+
+def mkdir(path):
+    path.mkdir()
+    return path
+
+
+def rings(shared):
+    """Names of the runs that have a ring."""
+    return {path.parents[1].name for path in shared.glob("*/store-0/ring")}
+
+
+def test_rings_of_killed_runs_go_and_those_of_living_ones_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(rundir, "SHARED_MEMORY", tmp_path / "shm")
+    jobs = [rundir.start_run(job(), mkdir(tmp_path / name)) for name in ("living", "killed")]
+    living, killed = (resolved.ring_dir.name for resolved in jobs)
+    stores = [RingDirectory.create(resolved.store_place("store-0").directory) for resolved in jobs]
+    (tmp_path / "shm/tracerl-other/store-0").mkdir(parents=True)
+    for name in (living, killed, "tracerl-other"):
+        (tmp_path / f"shm/{name}/store-0/ring").write_text("")
+    os.close(stores[1]._descriptor)  # as the end of its process does
+    rundir.remove_dead_rings()
+    assert rings(tmp_path / "shm") == {living, "tracerl-other"}
+    # The run's own end removes what its store left.
+    rundir.tidy(jobs[0])
+    assert rings(tmp_path / "shm") == {living, "tracerl-other"}
+    os.close(stores[0]._descriptor)
+    rundir.tidy(jobs[0])
+    assert [path.name for path in (tmp_path / "shm").iterdir()] == ["tracerl-other"]
+
+
+def test_the_rings_of_two_runs_lie_apart_and_a_socket_fits(tmp_path):
+    """Also when their manifest sets the UID, and however long the names are."""
+    wanted = job().model_copy(update={"metadata": job().metadata.model_copy(update={"uid": "x" * 64})})
+    places = []
+    for name in ("a", "b" * 200):
+        resolved = rundir.start_run(wanted, mkdir(tmp_path / name))
+        assert resolved.job_uid == "x" * 64
+        places.append(resolved.store_place("store-4095"))
+        assert rundir.resume_run(wanted, tmp_path / name).ring_dir == resolved.ring_dir
+    assert places[0].directory.parent != places[1].directory.parent
+    assert all(len(bytes(place.socket)) <= 107 for place in places)
+
+
+def test_spilled_frames_of_a_killed_store_are_removed(tmp_path):
+    spilled, run = mkdir(tmp_path / "nvme"), mkdir(tmp_path / "run")
+    resolved = rundir.start_run(job(transport={"spillPath": str(spilled)}), run)
+    living = SpillDirectory(spilled, job_uid="another", store="store-0", limit_bytes=None)
+    killed = SpillDirectory(spilled, job_uid=resolved.job_uid, store="store-0", limit_bytes=None)
+    (killed.directory / "00000000").write_text("frames")
+    os.close(killed._lock)  # as the end of its process does
+    rundir.tidy(resolved)
+    assert [*spilled.iterdir()] == [living.directory]
+    living.close()
+    assert [*spilled.iterdir()] == []
+
+
+@pytest.mark.parametrize("retention", ["Trained", "Job"])
+def test_objects_of_a_run_that_was_stopped_are_removed(tmp_path, retention):
+    """Those of other jobs stay, and all of them when the job keeps its own."""
+    uri = f"file://{tmp_path}/objects"
+    wanted = job(transport={"onlyObject": True, "object": {"uri": uri, "retention": retention}})
+    resolved = rundir.start_run(wanted, mkdir(tmp_path / "run"))
+    for uid in (resolved.job_uid, "another"):
+        (tmp_path / "objects" / uid / "run/rollout-0").mkdir(parents=True)
+        (tmp_path / "objects" / uid / "run/rollout-0/00000000-1.trecs").write_text("")
+    rundir.remove_objects(resolved)
+    left = {path.parts[-4] for path in (tmp_path / "objects").rglob("*.trecs")}
+    assert left == {"another"} | ({resolved.job_uid} if retention == "Job" else set())
+    assert (tmp_path / "objects" / resolved.job_uid).exists() == (retention == "Job")
 
 
 @pytest.mark.parametrize(("text", "found"), [(None, None), ("", None), ("{}", None), ("[1", None)])

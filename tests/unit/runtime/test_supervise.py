@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 from live_processes import SECONDS, processes_of, wait_until
@@ -117,6 +118,33 @@ def test_an_exit_code_fails_the_job_at_once(supervise, tmp_path, end, error, sen
 def test_the_rollouts_sentence_fails_the_job_too(supervise):
     with pytest.raises(InputError, match=r"^no such model$"):
         supervise(_ends(2, b'{"reason": "InvalidSpec", "message": "no such model"}'), IDLE)
+
+
+def test_stores_and_rollouts_are_started_again_alone_and_have_a_budget_each(script, tmp_path):
+    """Whoever is left goes on: it was started once."""
+    once = "(here / f'{name}-starts').open('a').write('x'); time.sleep(1000)"
+    done = "while not (here / 'store-1').exists() or (here / 'store-1').read_text() != '3': time.sleep(0.01)"
+    codes = {
+        "store-0": f"name = 'store-0'; {once}",
+        "store-1": DIES.format(name="store-1", times=2) + IDLE,
+        "rollout-0": DIES.format(name="rollout-0", times=2) + IDLE,
+        "rollout-1": f"name = 'rollout-1'; {once}",
+        "trainer-0": done + "\nwhile (here / 'rollout-0').read_text() != '3': time.sleep(0.01)",
+    }
+    supervisor = Supervisor(
+        processes=[replace(script(name, code), group=name) for name, code in codes.items()],
+        leader="trainer-0",
+        max_restarts=2,
+        deadline_seconds=None,
+        resume_command="",
+        follow=lambda: None,
+        announce=(announced := []).append,
+    )
+    with StopSignals() as signals:
+        ending = supervisor.run(signals)
+    assert (ending.state, ending.restarts) == ("Complete", {"store-1": 2, "rollout-0": 2})
+    assert all(line.endswith(("it again (1 of 2)", "it again (2 of 2)")) for line in announced)
+    assert [(tmp_path / f"{name}-starts").read_text() for name in ("store-0", "rollout-1")] == ["x", "x"]
 
 
 LOST = _ends(1, b'{"reason": "TrainerLost", "message": "trainer-1 is gone"}')
