@@ -270,11 +270,15 @@ def _report(options: argparse.Namespace) -> int:
 def _inspect(options: argparse.Namespace) -> int:
     import json
 
+    from tracerl.api.frames import RELEASED
     from tracerl.records.inspect import inspect_frames
     from tracerl.transport.find import find_frames
 
-    frames = rows = size = damaged = 0
+    frames = rows = size = damaged = released = 0
     for frame in inspect_frames(find_frames(options.places)):
+        if frame.get("reason") == RELEASED:
+            released += 1
+            continue
         frames, size = frames + 1, size + frame["bytes"]
         if "reason" in frame:
             damaged += 1
@@ -284,8 +288,12 @@ def _inspect(options: argparse.Namespace) -> int:
         print(json.dumps(frame) if options.format == "json" else _frame_line(frame))
     if options.format == "text":
         more = f"; {damaged:,} damaged" if damaged else ""
-        print(f"{frames:,} frames: {rows:,} rows, {size:,} bytes{more}")
+        print(f"{frames:,} frames: {rows:,} rows, {size:,} bytes{more}{_released(released)}")
     return FAILED if damaged else DONE
+
+
+def _released(frames: int) -> str:
+    return f"; {frames:,} more were released meanwhile" if frames else ""
 
 
 def _frame_line(frame: dict[str, Any]) -> str:
@@ -309,7 +317,7 @@ def _verify(options: argparse.Namespace) -> int:
         print(f"{path}: damaged ({reason}): {message}")
     print(
         f"{result.whole:,} of {result.frames:,} frames are whole: {result.rows:,} rows, "
-        f"{result.bytes:,} bytes"
+        f"{result.bytes:,} bytes{_released(result.released)}"
     )
     return DONE if result.whole == result.frames else FAILED
 
@@ -456,7 +464,7 @@ def _parser() -> _Parser:
 
     def add_verb(name: str, command: Callable[[argparse.Namespace], int], text: str) -> _Parser:
         made = verbs.add_parser(name, help=text, description=text, parents=[common])
-        text = "frames (*.trec), objects of them (*.trecs) or directories"
+        text = "frames (*.trec), objects of them (*.trecs), directories, or the directory of a living run"
         made.add_argument("places", nargs="+", metavar="PATH|URL", help=text)
         made.set_defaults(command=command)
         return made

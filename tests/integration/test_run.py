@@ -220,6 +220,10 @@ def test_a_run_that_is_hit_by_everything(tracerl, tmp_path):
 
     command.until(past(1), "the second step")
     assert rings_of(run)
+    # Its records can be looked into meanwhile, whichever there are just now.
+    code, out, error = tracerl("records", "verify", "out").finish()
+    assert (code, error) == (0, "")
+    assert re.fullmatch(r"([\d,]+) of \1 frames are whole: .* bytes(; .* released meanwhile)?\n", out)
     for name in ("store", "rollout", "trainer"):
         killed = role(run, name)
         before = steps(run)[-1]
@@ -266,6 +270,7 @@ def test_a_run_that_is_hit_by_everything(tracerl, tmp_path):
     )
     assert not processes_in(tmp_path)
     assert not rings_of(tmp_path)
+    assert tracerl("records", "verify", "out").finish()[:2] == (2, "")
     assert {path.name for path in run.iterdir()} == LASTING
     assert json.loads((run / "result.json").read_text())["state"] == "Stopped"
     assert steps(run) == [*range(1, len(steps(run)) + 1)]

@@ -33,7 +33,8 @@ class FrameKey:
 class FoundFrame:
     """A stored frame that was looked for: where it is, and its bytes.
 
-    `data` is None where it is there and cannot be read: `reason` is then one word, `message` a sentence.
+    `data` is None where it cannot be read: `reason` is then one word, `message` a sentence. `RELEASED` is no
+    fault: the frame went, after its use, between being found and being read.
     """
 
     path: str
@@ -41,6 +42,9 @@ class FoundFrame:
     reason: str = ""
     message: str = ""
 
+
+RELEASED = "released"
+"""`FoundFrame.reason` of a frame that is there no more."""
 
 FRAME_SUFFIX = ".trec"
 """Ending of a file or object that holds one whole frame."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from tracerl.api.frames import FoundFrame
+from tracerl.api.frames import RELEASED, FoundFrame
 from tracerl.records.frame import Frame, FrameError, decode_frame
 from tracerl.records.sites import SiteTable
 
@@ -27,12 +27,15 @@ class Verification:
     """Frames that are not whole, by `FrameError.reason` or `FoundFrame.reason`."""
     messages: list[tuple[str, str, str]] = field(default_factory=list)
     """Path, reason and sentence of each of them."""
+    released: int = 0
+    """Frames that went before they were read; they are not in `frames`."""
 
 
 def inspect_frames(found: Iterable[FoundFrame], table: SiteTable | None = None) -> Iterator[dict[str, Any]]:
     """Describe every frame as a dict of JSON values; sites are named where `table` is the frame's own.
 
-    A frame that is not whole is described by ``path``, ``bytes``, ``reason`` and ``message`` alone.
+    A frame that is not whole is described by ``path``, ``bytes``, ``reason`` and ``message`` alone, and so is
+    one that went before it was read, with the reason `RELEASED`.
     """
     for item in found:
         path, data = item.path, item.data
@@ -89,6 +92,9 @@ def verify_frames(found: Iterable[FoundFrame], table: SiteTable | None = None) -
     result = Verification()
     for item in found:
         path, data = item.path, item.data
+        if item.reason == RELEASED:
+            result.released += 1
+            continue
         result.frames += 1
         if data is None:
             result.faults[item.reason] += 1

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
 from tracerl.api.frames import Handle, HandleError, parse_handle
@@ -43,6 +43,15 @@ class _AgainError(Exception):
     """A request that did not get through, with why; it may be made again."""
 
 
+class Listed(NamedTuple):
+    """A frame that a store said it has."""
+
+    handle: Handle
+    tier: str
+    run_id: str
+    trajectory: str
+
+
 @dataclass(slots=True)
 class _Piece:
     """One wanted frame: where its bytes go, and how it ended."""
@@ -61,7 +70,7 @@ class RemoteSource:
 
     `locate` gives the store's base URL, or None while it is not known, and is asked before every request,
     since a store that was started again may be elsewhere. A call gives up `timeout` seconds after its last
-    progress. At most `concurrency` requests read at the same time.
+    progress. At most `concurrency` requests read at the same time. Only `pages` needs no `run_id`.
     """
 
     def __init__(
@@ -156,6 +165,22 @@ class RemoteSource:
             counters=counters,
         )
 
+    def pages(self) -> Iterator[list[Listed]]:
+        """List the frames that the store has now, of all runs and tiers, a bounded number at a time.
+
+        Nothing keeps them: one that is released before it is read is missing. TransportError.
+        """
+        cursor = None
+        while True:
+            answer = self._ask("list", {"cursor": cursor})
+            yield [
+                Listed(Handle(item["handle"]), item["tier"], item["runID"], item["trajectory"])
+                for item in answer["frames"]
+            ]
+            cursor = answer["next"]
+            if cursor is None:
+                return
+
     def close(self) -> None:
         """End all connections; calls that wait end with TransportError ``failed``."""
         self._closed.set()
@@ -229,9 +254,12 @@ class RemoteSource:
     # -- requests -----------------------------------------------------------------------------------------
 
     def _call(self, name: str, **body: Any) -> Mapping[str, Any]:
+        """Make a request of this source's run."""
+        return self._ask(name, {"runID": self._run_id, **body})
+
+    def _ask(self, name: str, document: Mapping[str, Any]) -> Mapping[str, Any]:
         """Make a request with a JSON answer, again where that may help. TransportError."""
         start, pauses = time.monotonic(), delays(self._chance)
-        document = {"runID": self._run_id, **body}
         while True:
             try:
                 with self._request(name, document) as response:

@@ -131,7 +131,7 @@ def test_a_reader_without_the_token_is_refused(store: ThreadStore) -> None:
     handle = sink.put(b"secret", key())
     body = {"runID": "run-1", "frames": [{"handle": handle}]}
     for token in (None, "", "wrong", TOKEN + "x"):
-        for path in ("read", "present", "release", "forget", "start_run", "usage", "nothing"):
+        for path in ("list", "read", "present", "release", "forget", "start_run", "usage", "nothing"):
             status, answer = post(store, f"/v1/{path}", body, token)
             assert status == 401
             assert json.loads(answer)["error"]["fault"] == "foreign"
@@ -143,7 +143,7 @@ def test_a_reader_without_the_token_is_refused(store: ThreadStore) -> None:
         source.release([handle])
     assert caught.value.fault == "foreign"
     assert store.far().present([handle]) == [True]
-    assert store.server.refused["token"] == 4 * 7 + 2
+    assert store.server.refused["token"] == 4 * 8 + 2
     source.close()
     sink.close()
 
@@ -189,6 +189,89 @@ def test_references_go_once_each(store: ThreadStore) -> None:
     source.release(handles)
     assert source.usage().frames == 0
     source.close()
+    sink.close()
+
+
+# -- lists ------------------------------------------------------------------------------------------------
+
+
+def test_a_list_has_all_runs_in_bounded_pages_and_keeps_nothing(store: ThreadStore) -> None:
+    frames = [(b"x" * row, key(f"t-{row}", row=row)) for row in range(wire.MAX_FRAMES + 5)]
+    sink, other, source = store.sink(), store.sink("run-2"), store.far("")
+    handles = sink.put_many(frames)
+    handles += other.put_many([(b"y", key("of-2", "run-2"))])
+    gone = sink.put(b"gone", key())
+    sink.release([gone])
+    pages = list(source.pages())
+    assert [len(page) for page in pages] == [wire.MAX_FRAMES, 6, 0]
+    listed = [each for page in pages for each in page]
+    assert [each.handle for each in listed] == handles
+    assert listed[7][1:] == ("ring", "run-1", "t-7")
+    assert listed[-1][1:] == ("ring", "run-2", "of-2")
+    assert store.ring.status().counts.pins == 0
+    sink.release(handles)
+    assert [*store.far().pages()] == [[]]
+    for client in (sink, other, source):
+        client.close()
+
+
+def test_a_list_ends_although_frames_are_put_meanwhile(store: ThreadStore) -> None:
+    sink, source = store.sink(), store.far()
+    more = [(b"x", key())] * (wire.MAX_FRAMES + 1)
+    first = sink.put_many(more)
+    listed = []
+    for page in source.pages():
+        listed += [each.handle for each in page]
+        assert len(listed) < 4 * len(more)
+        sink.put_many(more)
+    assert listed[: len(first)] == first
+    source.close()
+    sink.close()
+
+
+def test_a_list_of_long_names_is_bounded_in_bytes(store: ThreadStore) -> None:
+    sink, source = store.sink(), store.far()
+    handles = sink.put_many([(b"x", key("\x01" * 1_024, row=row)) for row in range(300)])
+    status, answer = post(store, "/v1/list", {"cursor": None})
+    assert status == 200
+    assert 400 * 2**10 < len(answer) < 600 * 2**10
+    assert [each.handle for page in source.pages() for each in page] == handles
+    source.close()
+    sink.close()
+
+
+@pytest.mark.parametrize(
+    ("cursor", "said"),
+    [
+        (5, "cursor: "),
+        ([], "cursor: "),
+        ("x" * 65, "cursor: "),
+        ("", "begin with null"),
+        ("{instance}/0", "begin with null"),
+        ("{instance}/-1/5", "begin with null"),
+        ("{instance}/1/5 ", "begin with null"),
+        ("{instance}/1/5\n", "begin with null"),
+        ("{instance}/\u0661/5", "begin with null"),
+        ("{instance}/0/" + "9" * 20, "begin with null"),
+        ("../../etc/passwd", "begin with null"),
+        ("0123456789abcdef/0/5", "the store was restarted"),
+    ],
+)
+def test_a_cursor_that_is_none_is_refused(store: ThreadStore, cursor: object, said: str) -> None:
+    if isinstance(cursor, str):
+        cursor = cursor.replace("{instance}", store.ring.instance)
+    status, answer = post(store, "/v1/list", {"cursor": cursor})
+    assert status == 400
+    assert said in json.loads(answer)["error"]["message"]
+    assert store.server.refused["protocol"] == 1
+
+
+def test_cursors_that_lead_nowhere_end_the_list(store: ThreadStore) -> None:
+    sink = store.sink()
+    sink.put(b"x", key())
+    for span in ("5/2", "0/0", "1/1", f"{'9' * 19}/{'9' * 19}"):
+        status, answer = post(store, "/v1/list", {"cursor": f"{store.ring.instance}/{span}"})
+        assert (status, json.loads(answer)) == (200, {"frames": [], "next": None})
     sink.close()
 
 

@@ -236,6 +236,19 @@ class Books(RuleBasedStateMachine):
 
     # -- what holds at all times
 
+    @rule(data=st.data())
+    def list_held(self, data: st.DataObject) -> None:
+        first, stop = data.draw(st.integers(0, 99)), data.draw(st.integers(0, 99) | st.none())
+        stop = self.books.next_seq if stop is None else stop
+        most = data.draw(st.integers(1, 9))
+        found = self.books.held(first, stop, most)
+        right = [seq for seq, frame in sorted(self.frames.items()) if frame["references"]]
+        assert [each.seq for each in found] == [seq for seq in right if first <= seq < stop][:most]
+        for each in found:
+            frame = self.frames[each.seq]
+            assert each[2:] == (frame["length"], each.xxh3, frame["run"], frame["trajectory"])
+            assert (each.tier == "spill") == (each.seq in self.lower.values())
+
     @invariant()
     def counts_agree(self) -> None:
         counts = self.books.counts()

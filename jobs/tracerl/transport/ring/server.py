@@ -37,6 +37,7 @@ from tracerl.transport.ring.file import SOCKET, RingDirectory, create_ring, map_
 from tracerl.transport.ring.segments import (
     Counts,
     ForeignFrame,
+    HeldFrame,
     LiveFrame,
     Location,
     MissingFrame,
@@ -275,6 +276,20 @@ class RingServer:
         self._drain()
         self._counters["released_frames"] += self._segments.start_run(run_id)
         self._follow_up()
+
+    def held(self, first: int, stop: int | None, most: int) -> tuple[list[tuple[Handle, HeldFrame]], int]:
+        """List frames of all runs by sequence number, from `first` until before `stop`, at most `most`.
+
+        None stands for a `stop` behind all that the store has now; the answer has it beside the frames, so
+        that whoever goes on from there comes to an end although frames are put meanwhile.
+        """
+        self._drain()
+        stop = self._segments.next_seq if stop is None else stop
+        frames = [
+            (m.name_frame(self.store, self.instance, frame.seq, frame.length, frame.xxh3), frame)
+            for frame in self._segments.held(first, stop, most)
+        ]
+        return frames, stop
 
     def usage(self) -> Usage:
         """Count what the store holds."""

@@ -5,6 +5,8 @@ Requests are POST with a JSON body, and take the job's bearer token. ``runID`` i
 =============== ============================================= ==========================================
 path            body                                          answer
 =============== ============================================= ==========================================
+/v1/list        cursor: null at first                         {frames: [{handle, tier, runID,
+                                                              trajectory}], next: cursor or null}
 /v1/read        runID, frames: [{handle, ranges}], ranges:    the stream of `tracerl.transport.store.wire`
                 [[start, stop], …], or null for all of it
 /v1/present     runID, handles                                {present: [true, …]}
@@ -18,13 +20,18 @@ path            body                                          answer
 /metrics takes the token too, GET /health is open. Errors of single frames are in the stream; any other error
 is ``{"error": {"message": one sentence, "fault": as of TransportError}}``, with status 400 for a body that is
 not as above, 401 without the token, 413 for too long a body.
+
+A list is of frames of all runs and tiers, a page at a time until ``next`` is null: of all that the store held
+at the first page, but for what was released meanwhile. It keeps nothing: what it names may be gone already.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import logging
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Annotated, NamedTuple, TypeVar
@@ -58,9 +65,11 @@ _REMEMBERED = 4_096
 # -- what may be asked ------------------------------------------------------------------------------------
 
 
-class _Body(BaseModel):
+class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
+
+class _Body(_Strict):
     run_id: Annotated[str, Field(min_length=1, max_length=256, alias="runID")]
 
 
@@ -68,9 +77,15 @@ _HandleText = Annotated[str, Field(max_length=4_096)]
 _Position = Annotated[int, Field(ge=0, lt=2**63)]
 
 
-class _Frame(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+_CURSOR = re.compile(r"([0-9a-f]{16})/([0-9]{1,19})/([0-9]{1,19})")
+"""Instance of the store, number of the next frame, number behind the last one."""
 
+
+class _List(_Strict):
+    cursor: Annotated[str, Field(max_length=64)] | None = None
+
+
+class _Frame(_Strict):
     handle: _HandleText
     ranges: list[Annotated[list[_Position], Field(min_length=2, max_length=2)]] | None = None
 
@@ -91,7 +106,7 @@ class _Forget(_Body):
     trajectories: list[Annotated[str, Field(max_length=1_024)]] = Field(max_length=wire.MAX_FRAMES)
 
 
-_B = TypeVar("_B", bound=_Body)
+_B = TypeVar("_B", bound=_Strict)
 
 
 class _RefusedError(Exception):
@@ -125,6 +140,7 @@ class StoreServer:
         app = web.Application(client_max_size=wire.MAX_BODY_BYTES, middlewares=[self._guard])
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
+        app.router.add_post("/v1/list", self._list)
         app.router.add_post("/v1/read", self._read)
         app.router.add_post("/v1/present", self._present)
         app.router.add_post("/v1/release", self._release)
@@ -170,6 +186,32 @@ class StoreServer:
         # On the loop, whose books it reads.
         text = generate_latest(self._registry)
         return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    async def _list(self, request: web.Request) -> web.Response:
+        body = await _parse(request, _List)
+        first, stop = (0, None) if body.cursor is None else self._span(body.cursor)
+        found, stop = self._ring.held(first, stop, wire.MAX_FRAMES)
+        frames: list[str] = []
+        size, following = 0, None
+        for handle, held in found:
+            item = {"handle": handle, "tier": held.tier, "runID": held.run_id, "trajectory": held.trajectory}
+            text = json.dumps(item)
+            size += len(text)
+            if frames and size > wire.MAX_LIST_BYTES:
+                break
+            frames.append(text)
+            following = f"{self._ring.instance}/{held.seq + 1}/{stop}"
+        return web.json_response(text=f'{{"frames": [{", ".join(frames)}], "next": {json.dumps(following)}}}')
+
+    def _span(self, cursor: str) -> tuple[int, int]:
+        """Read a cursor that an answer of this process gave."""
+        match = _CURSOR.fullmatch(cursor)
+        if match is None:
+            raise _RefusedError(400, "cursor: it is not the next of a list; begin with null", "failed")
+        if match[1] != self._ring.instance:
+            message = "the store was restarted, and what it held is gone; list again from the beginning"
+            raise _RefusedError(400, message, "missing")
+        return int(match[2]), int(match[3])
 
     async def _present(self, request: web.Request) -> web.Response:
         body = await _parse(request, _Handles)

@@ -31,7 +31,9 @@ MEDIA_TYPE: Final = "application/vnd.tracerl.frames"
 MAX_FRAME_BYTES: Final = 2**26
 """No segment is longer, and so no frame."""
 MAX_FRAMES: Final = 1_024
-"""Most frames of one read, and handles or trajectories of one other request."""
+"""Most frames of one read or list, and handles or trajectories of one other request."""
+MAX_LIST_BYTES: Final = 2**19
+"""A list with several frames is not longer."""
 MAX_RANGES: Final = 65_536
 """Most ranges of all frames of one read."""
 MAX_BODY_BYTES: Final = 8 * 2**20
