@@ -1,0 +1,95 @@
+"""What must hold before a job's pods are made: the job itself, and the cluster around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import ValidationError
+
+from tracerl.api.errors import Fault
+from tracerl.api.job import Colocation, Fabric, Spec, TraceRLJob
+from tracerl.api.manifest import dotted
+from tracerl.api.model import model_shape
+from tracerl.api.rules import RULES, Facts
+from tracerl.api.support import SUPPORT_RULES
+from tracerl_operator import names
+from tracerl_operator.cluster import clean_text, owned_by
+from tracerl_operator.pods import config_map, secret
+from tracerl_operator.types import Document, Observed, Ref
+
+
+def parse(job: Document) -> tuple[TraceRLJob | None, list[Fault]]:
+    """Read a job as the API server has it, and find every fault that the operator can know.
+
+    A model that is a file is one of the pods' file system, which the operator never looks into.
+    """
+    try:
+        parsed = TraceRLJob.model_validate({key: value for key, value in job.items() if key != "status"})
+    except ValidationError as error:
+        return None, [_fault(dict(found)) for found in error.errors(include_url=False)[:5]]
+    uri = parsed.spec.model.uri
+    facts = Facts(parsed.spec, shape=model_shape(uri) if uri.startswith("builtin://") else None)
+    faults = [fault for rule in (*RULES, *SUPPORT_RULES) for fault in rule.check(facts)]
+    return parsed, [*faults, *_cluster_faults(parsed.spec)]
+
+
+def _fault(error: dict[str, Any]) -> Fault:
+    remedy = "write what docs/reference/job.md says, or install the definition of this operator's version"
+    return Fault(dotted(tuple(error["loc"])), clean_text(str(error["msg"])), remedy)
+
+
+def _cluster_faults(spec: Spec) -> Iterator[Fault]:
+    sizes, nodes = spec.trainer.parallelism, spec.trainer.nodes
+    ranks = sizes.tensor * sizes.pipeline * sizes.context * sizes.data
+    if spec.trainer.gpus_per_node == 0 and ranks != nodes:
+        problem = f"makes {ranks} trainer processes, but on a cluster each of {nodes} pods runs one"
+        yield Fault("spec.trainer.parallelism", problem, f"write data: {nodes}, or trainer.nodes: {ranks}")
+    claim, _, path = (spec.output.uri or "").removeprefix("pvc://").partition("/")
+    if (spec.output.uri or "").startswith("pvc://") and (not claim or ".." in path.split("/")):
+        yield Fault("spec.output.uri", "names no claim, or leaves it by ..", "write pvc://CLAIM/PATH")
+
+
+def blockers(job: TraceRLJob, uid: str, observed: Observed, wanted: list[Ref]) -> Iterator[str]:
+    """Say what around the job keeps it from starting: a sentence each, with what to do."""
+    spec = job.spec
+    if "JobSet" not in observed.served:
+        yield "the cluster has no JobSets (jobset.x-k8s.io); install JobSet"
+    if spec.placement.fabric is Fabric.COMPUTE_DOMAIN and "ComputeDomain" not in observed.served:
+        yield (
+            "spec.placement.fabric is ComputeDomain, but the cluster has no ComputeDomains "
+            "(resource.nvidia.com); install NVIDIA's DRA driver, or write fabric: None"
+        )
+    if spec.placement.colocation is Colocation.NODE:
+        instead = "or write spec.placement.colocation: Pod"
+        if not observed.installation.node_ring:
+            yield (
+                "spec.placement.colocation is Node, which this installation does not allow; install the "
+                f"chart with nodeRing.enabled=true, {instead}"
+            )
+        if observed.pod_security not in (None, "privileged"):
+            yield (
+                "spec.placement.colocation is Node, but the namespace enforces Pod Security "
+                f"{clean_text(observed.pod_security or '')}, which forbids its hostPath; label it "
+                f"pod-security.kubernetes.io/enforce=privileged, {instead}"
+            )
+    for ref in wanted:
+        found = observed.objects.get(ref)
+        if found is not None and not owned_by(found, uid):
+            yield f"{ref} is there and is not this job's; delete it, or give the job another name"
+
+
+def lost_object(job: TraceRLJob, observed: Observed) -> str | None:
+    """Say what pods were started with and could not be started with again; None where all of it is there."""
+    name = job.metadata.name
+    for kind, each in (("ConfigMap", config_map(name)), ("Secret", secret(name))):
+        if Ref("v1", kind, each) not in observed.objects:
+            return f"{kind}/{each} was deleted; suspend the job and resume it"
+    return None
+
+
+def is_foreign(job: Document) -> bool:
+    """Whether another controller manages the job."""
+    spec = job.get("spec")
+    manager = spec.get("managedBy") if isinstance(spec, dict) else None
+    return manager is not None and manager != names.MANAGER

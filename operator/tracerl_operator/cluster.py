@@ -1,0 +1,138 @@
+"""What pods and the JobSet say, read from their documents without trusting their shape."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tracerl.api.constants import Reason
+from tracerl_operator import names
+from tracerl_operator.objects import JOBSET
+from tracerl_operator.pods import FINAL_EXIT_CODES
+from tracerl_operator.types import Document, Observed, Ref
+
+_MESSAGE_LENGTH = 1000
+_REASONS = {reason.value: reason for reason in Reason}
+
+
+def at(document: object, *path: str | int) -> Any:
+    """Give what is at a path of a document; None where there is nothing."""
+    here = document
+    for part in path:
+        if isinstance(here, dict):
+            here = here.get(part)
+        elif isinstance(here, list) and isinstance(part, int) and part < len(here):
+            here = here[part]
+        else:
+            return None
+    return here
+
+
+def items(document: object, *path: str) -> list[Any]:
+    """Give the list of mappings at a path; empty where there is none."""
+    found = at(document, *path)
+    return [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []
+
+
+def number(value: object) -> int:
+    """Give a count; 0 where it is none."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else 0
+
+
+def owned_by(document: Document, uid: str) -> bool:
+    """Whether the job with this UID controls an object."""
+    references = items(document, "metadata", "ownerReferences")
+    return any(at(reference, "uid") == uid and at(reference, "controller") for reference in references)
+
+
+def find_jobset(observed: Observed, uid: str) -> tuple[Ref, Document] | None:
+    """Find the job's JobSet, by owner: its name depends on a spec that may not parse."""
+    for ref, document in observed.objects.items():
+        if ref[:2] == JOBSET and owned_by(document, uid):
+            return ref, document
+    return None
+
+
+def is_true(document: Document, condition: str) -> bool:
+    """Whether a condition of an object is true."""
+    found = items(document, "status", "conditions")
+    return any(at(c, "type") == condition and at(c, "status") == "True" for c in found)
+
+
+def has_ended(pod: Document) -> bool:
+    """Whether all containers of a pod have ended for good."""
+    return at(pod, "status", "phase") in ("Succeeded", "Failed")
+
+
+def containers(pod: Document) -> Iterator[Document]:
+    """Statuses of a pod's containers, the sidecars' too."""
+    yield from items(pod, "status", "initContainerStatuses")
+    yield from items(pod, "status", "containerStatuses")
+
+
+def clean_text(text: str) -> str:
+    """Cut text of others to a length and to what a terminal shows as it is."""
+    shown = "".join(c if c.isprintable() else " " for c in text[: 4 * _MESSAGE_LENGTH])
+    return " ".join(shown.split())[:_MESSAGE_LENGTH]
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How a container ended."""
+
+    pod: str
+    container: str
+    code: int
+    reason: Reason
+    message: str
+
+    @property
+    def final(self) -> bool:
+        """Whether it would end the same way again; a lost peer may be there the next time."""
+        return self.code in FINAL_EXIT_CODES and self.reason is not Reason.TRAINER_LOST
+
+
+def exits(pods: Iterable[Document], roles: tuple[str, ...]) -> list[Exit]:
+    """Ends of the containers of these roles, but for exit code 0; of one that came back, the last end."""
+    found = []
+    for pod in pods:
+        for status in containers(pod):
+            name = str(at(status, "name"))
+            ended = at(status, "state", "terminated") or at(status, "lastState", "terminated")
+            code = at(ended, "exitCode")
+            if name in roles and isinstance(code, int) and code != 0:
+                reason, message = _note(str(at(ended, "message") or ""), code)
+                where = str(at(pod, "metadata", "name"))
+                found.append(Exit(where, name, code, reason, message or f"ended with exit code {code}"))
+    return found
+
+
+def _note(text: str, code: int) -> tuple[Reason, str]:
+    """Read why a process ended: its note, or the last line of its log."""
+    try:
+        note = json.loads(text)
+        reason, message = _REASONS[note["reason"]], note["message"]
+        if isinstance(message, str):
+            return reason, clean_text(message)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass
+    lines = [line for line in text.splitlines() if line.strip()]
+    reason = Reason.INVALID_SPEC if code == 2 else Reason.UNEXPECTED
+    return reason, clean_text(lines[-1]) if lines else ""
+
+
+def restarts_of(pods: Iterable[Document], role: str) -> int:
+    """Count how often the kubelet started containers of a role again, in these pods."""
+    return sum(
+        number(at(status, "restartCount"))
+        for pod in pods
+        for status in containers(pod)
+        if at(status, "name") == role
+    )
+
+
+def index_of(pod: Document) -> str:
+    """Completion index of a pod."""
+    return str(at(pod, "metadata", "labels", names.LABEL_INDEX))

@@ -1,0 +1,316 @@
+"""Every object that a job gets, as pure builders.
+
+One JobSet with one Indexed Job a role, or one for both in colocation Pod; its headless service gives the pods
+their names. Everything is owned by the job, so that it goes with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from tracerl.api.constants import LABEL_JOB_NAME, LABEL_METHOD
+from tracerl.api.job import API_VERSION, KIND, Colocation, TraceRLJob
+from tracerl_operator import names
+from tracerl_operator.pods import (
+    FINAL_EXIT_CODES,
+    channel_template,
+    config_map,
+    pod_template,
+    secret,
+    service_account,
+    uses_compute_domain,
+)
+from tracerl_operator.resolve import document, resolve
+from tracerl_operator.types import Document, Installation, Ref
+
+JOBSET = ("jobset.x-k8s.io/v1alpha2", "JobSet")
+_COMPUTE_DOMAIN = ("resource.nvidia.com/v1beta1", "ComputeDomain")
+_POD_MONITOR = ("monitoring.coreos.com/v1", "PodMonitor")
+_RBAC = "rbac.authorization.k8s.io"
+_KUEUE = "kueue.x-k8s.io/"
+_QUEUE_NAME = f"{_KUEUE}queue-name"
+_NEVER = 2**31 - 1
+CLEANING_SECONDS = 120
+"""What a cleaning pod may take; a node that is gone has nothing to clean."""
+
+
+def progress_ref(name: str) -> Ref:
+    """The config map that trainer 0 writes its progress into."""
+    return Ref("v1", "ConfigMap", progress_map(name))
+
+
+def progress_map(job: str) -> str:
+    """Name of the config map that trainer 0 writes its progress into."""
+    return f"{job}-progress"
+
+
+def wanted(
+    job: TraceRLJob,
+    uid: str,
+    installation: Installation,
+    *,
+    served: frozenset[str],
+    token: str,
+    restarts: int,
+) -> list[Document]:
+    """Build all objects of a running job, in the order in which they are applied: the JobSet is the last.
+
+    `restarts` counts those before this JobSet, which come out of its budget. PatchError when a role's pod
+    template does not fit.
+    """
+    name = job.metadata.name
+    text = document(resolve(job, uid))
+    domain = uses_compute_domain(job.spec, served)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return [
+        _object("v1", "ConfigMap", config_map(name), job, uid, data={names.JOB_KEY: text}),
+        _object("v1", "Secret", secret(name), job, uid, type="Opaque", stringData={names.TOKEN_KEY: token}),
+        *kept_right(job, uid, installation, served=served),
+        _jobset(job, uid, installation, domain=domain, digest=digest, restarts=restarts),
+    ]
+
+
+def kept_right(
+    job: TraceRLJob, uid: str, installation: Installation, *, served: frozenset[str]
+) -> list[Document]:
+    """Build the objects that are put right while pods run, which were started with all the others."""
+    objects = [
+        _object("v1", "ConfigMap", progress_map(job.metadata.name), job, uid),
+        *_trainer_access(job, uid),
+    ]
+    if uses_compute_domain(job.spec, served):
+        objects.append(_compute_domain(job, uid))
+    if installation.pod_monitor and "PodMonitor" in served:
+        objects.append(_pod_monitor(job, uid, installation))
+    return objects
+
+
+def _object(api_version: str, kind: str, name: str, job: TraceRLJob, uid: str, **content: Any) -> Document:
+    metadata: Document = {
+        "name": name,
+        "namespace": job.metadata.namespace,
+        "labels": names.job_labels(job.metadata.name, uid),
+        "ownerReferences": [names.owner(job.metadata.name, uid)],
+    }
+    return {"apiVersion": api_version, "kind": kind, "metadata": metadata, **content}
+
+
+def _trainer_access(job: TraceRLJob, uid: str) -> list[Document]:
+    """Build the account of the trainer's pods, which may patch one config map and nothing else."""
+    name = job.metadata.name
+    account = service_account(name)
+    rule = {
+        "apiGroups": [""],
+        "resources": ["configmaps"],
+        "resourceNames": [progress_map(name)],
+        "verbs": ["patch"],
+    }
+    subject = {"kind": "ServiceAccount", "name": account, "namespace": job.metadata.namespace}
+    role = {"apiGroup": _RBAC, "kind": "Role", "name": account}
+    return [
+        _object("v1", "ServiceAccount", account, job, uid, automountServiceAccountToken=False),
+        _object(f"{_RBAC}/v1", "Role", account, job, uid, rules=[rule]),
+        _object(f"{_RBAC}/v1", "RoleBinding", account, job, uid, roleRef=role, subjects=[subject]),
+    ]
+
+
+def _compute_domain(job: TraceRLJob, uid: str) -> Document:
+    name = job.metadata.name
+    channel = {"resourceClaimTemplate": {"name": channel_template(name)}, "allocationMode": "Single"}
+    # numNodes is deprecated and required; 0 lets the domain follow the pods.
+    return _object(*_COMPUTE_DOMAIN, name, job, uid, spec={"numNodes": 0, "channel": channel})
+
+
+def _pod_monitor(job: TraceRLJob, uid: str, installation: Installation) -> Document:
+    name = job.metadata.name
+    token = {"type": "Bearer", "credentials": {"name": secret(name), "key": names.TOKEN_KEY}}
+    method = LABEL_METHOD.translate(str.maketrans("./-", "___"))
+    roles = [names.ROLLOUT, names.TRAINER]
+    if not job.spec.transport.only_object:
+        roles.insert(1, names.STORE)
+    endpoints = [
+        {
+            "port": role,
+            "path": "/metrics",
+            "authorization": token,
+            "relabelings": [
+                {"targetLabel": "role", "replacement": role},
+                {"targetLabel": "method", "sourceLabels": [f"__meta_kubernetes_pod_label_{method}"]},
+            ],
+        }
+        for role in roles
+    ]
+    monitor = _object(
+        *_POD_MONITOR,
+        name,
+        job,
+        uid,
+        spec={
+            "jobLabel": LABEL_JOB_NAME,
+            "selector": {"matchLabels": {names.LABEL_JOBSET: names.jobset_name(name, job.spec)}},
+            "podMetricsEndpoints": endpoints,
+        },
+    )
+    monitor["metadata"]["labels"] |= installation.pod_monitor_labels
+    return monitor
+
+
+def _jobset(
+    job: TraceRLJob, uid: str, installation: Installation, *, domain: bool, digest: str, restarts: int
+) -> Document:
+    spec, name = job.spec, job.metadata.name
+    replicated = names.replicated_jobs(spec)
+    leader = names.NODE if names.NODE in replicated else names.TRAINER
+    jobs = [
+        {
+            "name": each,
+            "replicas": 1,
+            "template": {
+                "spec": _indexed_job(
+                    nodes,
+                    pod_template(
+                        spec,
+                        each,
+                        name=name,
+                        uid=uid,
+                        installation=installation,
+                        domain=domain,
+                        digest=digest,
+                    ),
+                    leads=each == leader,
+                )
+            },
+        }
+        for each, nodes in replicated.items()
+    ]
+    jobset = _object(
+        *JOBSET,
+        names.jobset_name(name, spec),
+        job,
+        uid,
+        spec={
+            "network": {
+                "enableDNSHostnames": True,
+                "publishNotReadyAddresses": True,
+                "subdomain": names.jobset_name(name, spec),
+            },
+            "replicatedJobs": jobs,
+            "successPolicy": {"operator": "All", "targetReplicatedJobs": [leader]},
+            "failurePolicy": {
+                "maxRestarts": max(0, spec.failure_policy.max_restarts - restarts),
+                # An exit code of the trainer that would come back.
+                "rules": [
+                    {
+                        "name": "final",
+                        "action": "FailJobSet",
+                        "onJobFailureReasons": ["PodFailurePolicy"],
+                        "targetReplicatedJobs": [leader],
+                    }
+                ],
+            },
+            # What Kueue manages is Kueue's to start; without Kueue it stays suspended, visibly.
+            "suspend": spec.placement.queue is not None,
+        },
+    )
+    metadata = jobset["metadata"]
+    metadata["labels"] |= {k: v for k, v in job.metadata.labels.items() if k.startswith(_KUEUE)}
+    if spec.placement.queue is not None:
+        metadata["labels"][_QUEUE_NAME] = spec.placement.queue
+    passed = {k: v for k, v in job.metadata.annotations.items() if k.startswith(_KUEUE)}
+    metadata["annotations"] = passed | {names.ANNOTATION_RESTARTS_BEFORE: str(restarts)}
+    return jobset
+
+
+def _indexed_job(nodes: int, template: Document, *, leads: bool) -> Document:
+    job: Document = {"completionMode": "Indexed", "completions": nodes, "parallelism": nodes}
+    if leads:
+        # Any other end of a trainer is a restart of all, by the JobSet and within its budget.
+        codes = {"containerName": names.TRAINER, "operator": "In", "values": [*FINAL_EXIT_CODES]}
+        policy = {"rules": [{"action": "FailJob", "onExitCodes": codes}]}
+        job |= {"backoffLimit": 0, "podFailurePolicy": policy}
+    else:
+        job["backoffLimit"] = _NEVER
+    return {**job, "template": template}
+
+
+# -- rings on nodes ---------------------------------------------------------------------------------------
+
+
+def node_rings(job: TraceRLJob) -> bool:
+    """Whether a job's rings are on its nodes and outlive its pods."""
+    return job.spec.placement.colocation is Colocation.NODE and not job.spec.transport.only_object
+
+
+def job_marks(name: str, namespace: str, uid: str, nodes: Sequence[str] | None) -> Document:
+    """Build what the operator owns of the job: finalizer and nodes with a ring; None takes both away."""
+    metadata: Document = {"name": name, "namespace": namespace, "uid": uid}
+    if nodes is not None:
+        metadata["finalizers"] = [names.FINALIZER]
+        metadata["annotations"] = {names.ANNOTATION_RING_NODES: ",".join(nodes)}
+    return {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata}
+
+
+_REMOVE_CONTENT = (
+    "import os, shutil\n"
+    "for entry in os.scandir('/ring'):\n"
+    "    shutil.rmtree(entry.path) if entry.is_dir(follow_symlinks=False) else os.unlink(entry.path)\n"
+)
+_REMOVE_DIRECTORY = (
+    "import os, pathlib\npath = pathlib.Path('/shm', os.environ['TRACERL_JOB_UID'])\n"
+    "path.rmdir() if path.is_dir() else None\n"
+)
+
+
+def cleaning_pod(name: str, namespace: str, uid: str, node: str, image: str) -> Document:
+    """Build the short pod that removes a job's ring from a node, with any pods of the job gone from there.
+
+    What the job's user wrote is removed by that user, the directory that the kubelet made by root, without
+    any capability: it owns the directory.
+    """
+    digest = hashlib.sha256(node.encode()).hexdigest()[:10]
+    labels = {**names.job_labels(name, uid), names.LABEL_CLEANS: "true"}
+    mount = {"name": "shm", "mountPath": "/ring", "subPathExpr": "$(TRACERL_JOB_UID)"}
+    whole = {"name": "shm", "mountPath": "/shm"}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": f"{name[:40].rstrip('-')}-clean-{digest}",
+            "namespace": namespace,
+            "labels": labels,
+            "ownerReferences": [names.owner(name, uid)],
+        },
+        "spec": {
+            "nodeName": node,
+            "restartPolicy": "Never",
+            "activeDeadlineSeconds": CLEANING_SECONDS,
+            "automountServiceAccountToken": False,
+            "tolerations": [{"operator": "Exists"}],
+            "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
+            "initContainers": [
+                _cleaner("content", _REMOVE_CONTENT, mount, image=image, uid=uid, user=names.USER)
+            ],
+            "containers": [_cleaner("directory", _REMOVE_DIRECTORY, whole, image=image, uid=uid, user=0)],
+            "volumes": [{"name": "shm", "hostPath": {"path": "/dev/shm", "type": "Directory"}}],  # noqa: S108
+        },
+    }
+
+
+def _cleaner(name: str, program: str, mount: Document, *, image: str, uid: str, user: int) -> Document:
+    return {
+        "name": name,
+        "image": image,
+        "command": ["python", "-I", "-c", program],
+        "env": [{"name": "TRACERL_JOB_UID", "value": uid}],
+        "resources": {"requests": {"cpu": "10m", "memory": "32Mi"}, "limits": {"memory": "64Mi"}},
+        "securityContext": {
+            "runAsUser": user,
+            "runAsGroup": user,
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+        },
+        "volumeMounts": [mount],
+    }

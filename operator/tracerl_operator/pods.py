@@ -1,0 +1,432 @@
+"""Pod templates: what runs in a job's pods, what is mounted there, and where they may go.
+
+Without a patch they pass the Restricted level of Pod Security, but for the node's ring of colocation Node,
+which is a hostPath. Memory of the ring is charged to whoever touches it first, which is the record store: its
+container has a limit of its own, the ring and a little more. /dev/shm is a volume apart, so that neither
+starves the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tracerl.api.constants import ANNOTATION_RESOLVED_HASH, LABEL_METHOD, LABEL_ROLE
+from tracerl.api.job import Colocation, Fabric, Resources, Rollout, Spec, Trainer, quantity_bytes
+from tracerl_operator import names
+from tracerl_operator.merge import PatchError, strategic_merge
+from tracerl_operator.resolve import run_directory
+from tracerl_operator.types import Document, Installation
+
+GPU = "nvidia.com/gpu"
+CLIQUE = "nvidia.com/gpu.clique"
+CHANNEL = "compute-domain-channel"
+"""Name of the claim for a channel of the ComputeDomain within a pod."""
+FINAL_EXIT_CODES = (1, 2, 70)
+"""Exit codes of `tracerl.runtime.child` that would come back after a restart; a signal's are above 128."""
+
+_MIB, _GIB = 2**20, 2**30
+_STORE_OVERHEAD = 256 * _MIB
+"""Memory of a record store beside its ring."""
+_SHM_LEAST, _SHM_GPU_MOST = 64 * _MIB, 64 * _GIB
+_HOST = "kubernetes.io/hostname"
+_TOKEN_SECONDS = 3600
+_QUEUE_TOPOLOGY = "kueue.x-k8s.io/podset-{}-topology"
+
+
+def uses_compute_domain(spec: Spec, served: frozenset[str]) -> bool:
+    """Whether a job gets a ComputeDomain: when asked, and by itself where GPUs are to share a clique."""
+    gpus = spec.rollout.gpus_per_node + spec.trainer.gpus_per_node
+    if spec.placement.fabric is Fabric.AUTO:
+        topology = spec.placement.topology
+        return bool(gpus) and "ComputeDomain" in served and CLIQUE in (topology.required, topology.preferred)
+    return spec.placement.fabric is Fabric.COMPUTE_DOMAIN
+
+
+def channel_template(job: str) -> str:
+    """Name of the claim template that the ComputeDomain's controller makes for a job."""
+    return f"{job}-channel"
+
+
+def pod_template(
+    spec: Spec,
+    replicated_job: str,
+    *,
+    name: str,
+    uid: str,
+    installation: Installation,
+    domain: bool,
+    digest: str,
+) -> Document:
+    """Build the pod template of a replicated job; PatchError when a role's template does not fit.
+
+    `domain` says whether the job has a ComputeDomain, `digest` is the sha256 of its resolved job.
+    """
+    rollout = replicated_job in (names.NODE, names.ROLLOUT)
+    trainer = replicated_job in (names.NODE, names.TRAINER)
+    shared = rollout and trainer
+    sidecars, containers = [], []
+    if rollout and not spec.transport.only_object:
+        sidecars.append(_sidecar(_store(spec, installation)))
+    if rollout:
+        container = _rollout(spec, installation, domain)
+        if shared:
+            sidecars.append(_sidecar(container))
+        else:
+            containers.append(container)
+    if trainer:
+        containers.append(_trainer(spec, installation, domain))
+    roles = [spec.rollout] * rollout + [spec.trainer] * trainer
+    volumes = _volumes(spec, name, rollout=rollout, trainer=trainer)
+    shm = _shm_bytes(roles)
+    if shm:
+        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": _mebibytes(shm)}})
+        for container in (*sidecars, *containers):
+            if container["name"] != names.STORE:
+                container["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})  # noqa: S108
+    for container in (*sidecars, *containers):
+        container["env"].insert(0, {"name": "TRACERL_JOB_UID", "value": uid})
+    pod: Document = {
+        # A rollout apart is started again in its pod, beside the store that kept the records.
+        "restartPolicy": "Never" if trainer else "OnFailure",
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": 30,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": names.USER,
+            "runAsGroup": names.USER,
+            "fsGroup": names.USER,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "affinity": _affinity(spec, replicated_job, names.jobset_name(name, spec), domain=domain),
+        "initContainers": sidecars,
+        "containers": containers,
+        "volumes": volumes,
+    }
+    if not sidecars:
+        del pod["initContainers"]
+    if trainer:
+        pod["serviceAccountName"] = service_account(name)
+    if domain and any(role.gpus_per_node for role in roles):
+        pod["resourceClaims"] = [{"name": CHANNEL, "resourceClaimTemplateName": channel_template(name)}]
+    template: Document = {"metadata": _metadata(spec), "spec": pod}
+    if rollout:
+        template = _patched(template, spec.rollout.template, "spec.rollout.template")
+    if trainer:
+        template = _patched(template, spec.trainer.template, "spec.trainer.template")
+    # What the operator finds pods by is not for a patch to change.
+    labels = names.job_labels(name, uid) | {LABEL_METHOD: spec.method.name.value}
+    if not shared:
+        labels[LABEL_ROLE] = replicated_job
+    metadata = template["metadata"]
+    metadata["labels"] = {**(metadata.get("labels") or {}), **labels}
+    metadata["annotations"] = {**(metadata.get("annotations") or {}), ANNOTATION_RESOLVED_HASH: digest}
+    return template
+
+
+def service_account(job: str) -> str:
+    """Name of the account of a job's trainer pods."""
+    return f"{job}-trainer"
+
+
+def _patched(template: Document, patch: dict[str, Any], path: str) -> Document:
+    """Apply a role's patch; a container that is a sidecar here may be patched under `containers`, too."""
+    patch = dict(patch)
+    inner = patch.get("spec")
+    if inner is not None and not isinstance(inner, dict):
+        raise PatchError(f"{path}.spec is not a mapping; write the fields of a pod below it")
+    if isinstance(inner, dict) and isinstance(inner.get("containers"), list):
+        sidecars = {container["name"] for container in template["spec"].get("initContainers", ())}
+        moved = [c for c in inner["containers"] if isinstance(c, dict) and c.get("name") in sidecars]
+        if moved:
+            first = inner.get("initContainers")
+            kept = [c for c in inner["containers"] if c not in moved]
+            init = [*(first if isinstance(first, list) else ()), *moved]
+            patch["spec"] = {**inner, "containers": kept, "initContainers": init}
+    merged = strategic_merge(template, patch, path)
+    for key in ("metadata", "spec"):
+        if not isinstance(merged.get(key), dict):
+            raise PatchError(f"{path} removes {key}; remove that part of the patch")
+    for key in ("labels", "annotations"):
+        if not isinstance(merged["metadata"].get(key) or {}, dict):
+            raise PatchError(f"{path}.metadata.{key} is not a mapping; write names and values")
+    return merged
+
+
+def _metadata(spec: Spec) -> Document:
+    topology = spec.placement.topology
+    if spec.placement.queue is None or not (topology.required or topology.preferred):
+        return {}
+    strength = "required" if topology.required else "preferred"
+    return {"annotations": {_QUEUE_TOPOLOGY.format(strength): topology.required or topology.preferred}}
+
+
+# -- containers -------------------------------------------------------------------------------------------
+
+
+def _container(name: str, image: str, threads: int, port: int) -> Document:
+    pools = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    index = {"fieldRef": {"fieldPath": f"metadata.labels['{names.LABEL_INDEX}']"}}
+    return {
+        "name": name,
+        "image": image,
+        "command": ["python", "-P", "-m", f"tracerl.runtime.{name}_main"],
+        "args": [f"{names.JOB_DIRECTORY}/{names.JOB_KEY}", f"{name}-$(TRACERL_NODE_INDEX)"],
+        "env": [
+            {"name": "TRACERL_NODE_INDEX", "valueFrom": index},
+            # A user without an entry in /etc/passwd has no home and no name.
+            {"name": "HOME", "value": "/tmp"},  # noqa: S108 (a volume of the pod)
+            {"name": "USER", "value": "tracerl"},
+            *({"name": pool, "value": str(threads)} for pool in pools),
+        ],
+        "ports": [{"name": name, "containerPort": port}],
+        # The last lines of the log, unless the process wrote why it ended.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+        },
+        "volumeMounts": [
+            {
+                "name": "job",
+                "mountPath": f"{names.JOB_DIRECTORY}/{names.JOB_KEY}",
+                "subPath": names.JOB_KEY,
+                "readOnly": True,
+            },
+            {"name": "token", "mountPath": names.TOKEN_DIRECTORY, "readOnly": True},
+            {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108
+        ],
+    }
+
+
+def _sidecar(container: Document) -> Document:
+    return {**container, "restartPolicy": "Always"}
+
+
+def _probe(port: str) -> Document:
+    return {"httpGet": {"path": "/health", "port": port}, "periodSeconds": 5, "timeoutSeconds": 5}
+
+
+def _store(spec: Spec, installation: Installation) -> Document:
+    image = spec.rollout.image or installation.rollout_image
+    container = _container(names.STORE, image, 1, names.STORE_PORT)
+    memory = _mebibytes(quantity_bytes(spec.transport.ring.size) + _STORE_OVERHEAD)
+    container["resources"] = {"requests": {"cpu": "100m", "memory": memory}, "limits": {"memory": memory}}
+    container["readinessProbe"] = _probe(names.STORE)
+    container["volumeMounts"] += [_ring_mount(spec), *_run_mounts(spec), *_credentials_mounts(spec)]
+    if spec.transport.spill_path is not None:
+        container["volumeMounts"].append({"name": "spill", "mountPath": spec.transport.spill_path})
+    return container
+
+
+def _rollout(spec: Spec, installation: Installation, domain: bool) -> Document:
+    role = spec.rollout
+    image = role.image or installation.rollout_image
+    container = _container(names.ROLLOUT, image, role.threads, names.ROLLOUT_PORT)
+    container["resources"] = _resources(role, domain)
+    container["readinessProbe"] = _probe(names.ROLLOUT)
+    if not spec.transport.only_object:
+        container["volumeMounts"].append(_ring_mount(spec))
+    container["volumeMounts"] += [*_run_mounts(spec), _cache_mount(), *_credentials_mounts(spec)]
+    return container
+
+
+def _trainer(spec: Spec, installation: Installation, domain: bool) -> Document:
+    role = spec.trainer
+    image = role.image or installation.trainer_image
+    container = _container(names.TRAINER, image, role.threads, names.TRAINER_PORT)
+    container["ports"].append({"name": "rendezvous", "containerPort": names.RENDEZVOUS_PORT})
+    container["resources"] = _resources(role, domain)
+    mounts = container["volumeMounts"]
+    if not spec.transport.only_object and spec.placement.colocation is not Colocation.NONE:
+        mounts.append(_ring_mount(spec))
+    mounts += [*_run_mounts(spec), _cache_mount(), *_credentials_mounts(spec)]
+    mounts.append(
+        {
+            "name": "api-access",
+            "mountPath": "/var/run/secrets/kubernetes.io/serviceaccount",
+            "readOnly": True,
+        }
+    )
+    if spec.task.source is not None and spec.task.source.config_map is not None:
+        mounts.append({"name": "reward", "mountPath": names.REWARD_DIRECTORY, "readOnly": True})
+    return container
+
+
+def _resources(role: Rollout | Trainer, domain: bool) -> Document:
+    given: Resources = role.resources
+    parts: dict[str, Any] = {
+        "requests": given.requests.model_dump(by_alias=True, exclude_none=True),
+        "limits": given.limits.model_dump(by_alias=True, exclude_none=True),
+    }
+    claims = [claim.model_dump(by_alias=True, exclude_none=True) for claim in given.claims]
+    if role.gpus_per_node:
+        parts["limits"][GPU] = str(role.gpus_per_node)
+        if domain and CHANNEL not in {claim["name"] for claim in claims}:
+            claims.append({"name": CHANNEL})
+    return {key: value for key, value in {**parts, "claims": claims}.items() if value}
+
+
+# -- volumes ----------------------------------------------------------------------------------------------
+
+
+def _ring_mount(spec: Spec) -> Document:
+    mount: Document = {"name": "ring", "mountPath": names.RING_DIRECTORY}
+    if spec.placement.colocation is Colocation.NODE:
+        mount["subPathExpr"] = "$(TRACERL_JOB_UID)"
+    return mount
+
+
+def _claim(spec: Spec) -> tuple[str, str] | None:
+    """Name and path of the volume claim of spec.output, or None."""
+    uri = spec.output.uri or ""
+    if not uri.startswith("pvc://"):
+        return None
+    claim, _, path = uri.removeprefix("pvc://").partition("/")
+    return claim, path.strip("/")
+
+
+def _run_mounts(spec: Spec) -> list[Document]:
+    if run_directory(spec) != names.RUN_DIRECTORY:
+        return []  # a directory of the image or of a volume in the role's template
+    mount: Document = {"name": "run", "mountPath": names.RUN_DIRECTORY}
+    claim = _claim(spec)
+    if claim is not None and claim[1]:
+        mount["subPath"] = claim[1]
+    return [mount]
+
+
+def _cache_mount() -> Document:
+    return {"name": "cache", "mountPath": names.CACHE_DIRECTORY}
+
+
+def _credentials_mounts(spec: Spec) -> list[Document]:
+    if spec.transport.object.secret_name is None:
+        return []
+    return [{"name": "credentials", "mountPath": names.CREDENTIALS_DIRECTORY, "readOnly": True}]
+
+
+def _volumes(spec: Spec, name: str, *, rollout: bool, trainer: bool) -> list[Document]:
+    transport, colocation = spec.transport, spec.placement.colocation
+    volumes: list[Document] = [
+        {"name": "job", "configMap": {"name": config_map(name)}},
+        # Of the group of the pod's user, and of nobody else.
+        {"name": "token", "secret": {"secretName": secret(name), "defaultMode": 0o440}},
+        {"name": "tmp", "emptyDir": {}},
+        {"name": "cache", "emptyDir": {}},
+    ]
+    if run_directory(spec) == names.RUN_DIRECTORY:
+        claim = _claim(spec)
+        source: Document = (
+            {"emptyDir": {}} if claim is None else {"persistentVolumeClaim": {"claimName": claim[0]}}
+        )
+        volumes.append({"name": "run", **source})
+    if not transport.only_object:
+        if colocation is Colocation.NODE:
+            volumes.append({"name": "ring", "hostPath": {"path": "/dev/shm", "type": "Directory"}})  # noqa: S108
+        elif rollout:
+            size = _mebibytes(quantity_bytes(transport.ring.size) + _MIB)
+            volumes.append({"name": "ring", "emptyDir": {"medium": "Memory", "sizeLimit": size}})
+    if transport.object.secret_name is not None:
+        source = {"secretName": transport.object.secret_name, "defaultMode": 0o440}
+        volumes.append({"name": "credentials", "secret": source})
+    if rollout and transport.spill_path is not None:
+        limit = {} if transport.spill_limit is None else {"sizeLimit": transport.spill_limit}
+        volumes.append({"name": "spill", "emptyDir": limit})
+    if trainer:
+        volumes.append({"name": "api-access", "projected": {"defaultMode": 0o440, "sources": _api_access()}})
+        if spec.task.source is not None and spec.task.source.config_map is not None:
+            volumes.append({"name": "reward", "configMap": {"name": spec.task.source.config_map}})
+    return volumes
+
+
+def _api_access() -> list[Document]:
+    namespace = {"path": "namespace", "fieldRef": {"fieldPath": "metadata.namespace"}}
+    return [
+        {"serviceAccountToken": {"path": "token", "expirationSeconds": _TOKEN_SECONDS}},
+        {"configMap": {"name": "kube-root-ca.crt", "items": [{"key": "ca.crt", "path": "ca.crt"}]}},
+        {"downwardAPI": {"items": [namespace]}},
+    ]
+
+
+def config_map(job: str) -> str:
+    """Name of the config map with the resolved job."""
+    return f"{job}-job"
+
+
+def secret(job: str) -> str:
+    """Name of the Secret with the bearer token."""
+    return f"{job}-token"
+
+
+def _shm_bytes(roles: list[Rollout | Trainer]) -> int:
+    """Size of /dev/shm of a pod: a quarter of its roles' memory, so that with the ring it stays within it.
+
+    0 where that is less than what every container has by itself, 64 MiB.
+    """
+    limits = [role.resources.limits.memory for role in roles]
+    gpus = any(role.gpus_per_node for role in roles)
+    if any(limit is None for limit in limits):
+        return _SHM_GPU_MOST if gpus else _SHM_LEAST
+    size = sum(quantity_bytes(limit) for limit in limits if limit is not None) // 4
+    size = min(size, _SHM_GPU_MOST) // _MIB * _MIB
+    return size if size > _SHM_LEAST else 0
+
+
+def _mebibytes(count: int) -> str:
+    return f"{-(-count // _MIB)}Mi"
+
+
+# -- placement --------------------------------------------------------------------------------------------
+
+
+def _affinity(spec: Spec, replicated_job: str, jobset: str, *, domain: bool) -> Document:
+    same_role = {names.LABEL_JOBSET: jobset, names.LABEL_REPLICATED_JOB: replicated_job}
+    affinity: Document = {
+        "podAntiAffinity": {
+            "requiredDuringSchedulingIgnoredDuringExecution": [
+                {"topologyKey": _HOST, "labelSelector": {"matchLabels": same_role}}
+            ]
+        }
+    }
+    required: list[Document] = []
+    preferred: list[Document] = []
+    topology = spec.placement.topology
+    if spec.placement.queue is None:  # else Kueue places by the template's annotation
+        whole_job = {"labelSelector": {"matchLabels": {names.LABEL_JOBSET: jobset}}}
+        if topology.required is not None:
+            required.append({"topologyKey": topology.required, **whole_job})
+        if topology.preferred is not None:
+            term = {"topologyKey": topology.preferred, **whole_job}
+            preferred.append({"weight": 100, "podAffinityTerm": term})
+    if spec.placement.colocation is Colocation.NODE and replicated_job == names.TRAINER:
+        pair = {names.LABEL_JOBSET: jobset, names.LABEL_REPLICATED_JOB: names.ROLLOUT}
+        required.append(
+            {
+                "topologyKey": _HOST,
+                "labelSelector": {"matchLabels": pair},
+                "matchLabelKeys": [names.LABEL_INDEX],
+            }
+        )
+    terms = {
+        "requiredDuringSchedulingIgnoredDuringExecution": required,
+        "preferredDuringSchedulingIgnoredDuringExecution": preferred,
+    }
+    if any(terms.values()):
+        affinity["podAffinity"] = {key: value for key, value in terms.items() if value}
+    gpus = {
+        names.ROLLOUT: spec.rollout.gpus_per_node,
+        names.TRAINER: spec.trainer.gpus_per_node,
+        names.NODE: spec.rollout.gpus_per_node + spec.trainer.gpus_per_node,
+    }
+    if domain and gpus[replicated_job]:
+        # A ComputeDomain spans Grace nodes; roles without GPUs run on any.
+        arm = {"key": "kubernetes.io/arch", "operator": "In", "values": ["arm64"]}
+        affinity["nodeAffinity"] = {
+            "requiredDuringSchedulingIgnoredDuringExecution": {
+                "nodeSelectorTerms": [{"matchExpressions": [arm]}]
+            }
+        }
+    return affinity

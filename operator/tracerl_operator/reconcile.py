@@ -1,0 +1,432 @@
+"""One function from what is wanted and what is there to what to do: `reconcile`.
+
+Level-triggered: the answer depends on the state alone, never on which change brought the call, so calling it
+too often, too late, or again after half of an answer was carried out is right. There is no phase: the status
+is what is true now, except that a job which ended stays ended, and that restarts are counted up.
+
+Suspended means without a JobSet: machines, quota and pods are given back, and what may change while a job is
+suspended is in the next one. A JobSet is never changed after it was made, so that a new version of the
+operator starts nothing again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+
+from tracerl.api.constants import Reason
+from tracerl.api.job import API_VERSION, KIND, Colocation, Progress, Status, TraceRLJob
+from tracerl_operator import names
+from tracerl_operator.check import blockers, is_foreign, lost_object, parse
+from tracerl_operator.cluster import (
+    Exit,
+    at,
+    clean_text,
+    containers,
+    exits,
+    find_jobset,
+    has_ended,
+    index_of,
+    is_true,
+    number,
+    restarts_of,
+)
+from tracerl_operator.merge import PatchError
+from tracerl_operator.objects import (
+    CLEANING_SECONDS,
+    JOBSET,
+    cleaning_pod,
+    job_marks,
+    kept_right,
+    node_rings,
+    progress_ref,
+    wanted,
+)
+from tracerl_operator.progress import claimed, mirrored
+from tracerl_operator.status import Finding, new_status, read_status, show, transitions
+from tracerl_operator.times import parse_time, show_time
+from tracerl_operator.types import Apply, Decision, Delete, Document, Observed, Ref
+
+_SERVERS = (names.ROLLOUT, names.STORE)
+# What these hold cannot change, or is random.
+_MADE_ONCE = frozenset({JOBSET[1], "Secret", "ComputeDomain"})
+_RETRY = timedelta(minutes=1)
+"""After this, what kept a job from starting is looked at again: not all of it is watched."""
+_NO_OUTPUT = "spec.output.uri is not set, so a job that is suspended or restarted starts over"
+
+
+def reconcile(job: Document, observed: Observed, now: datetime) -> Decision:
+    """Decide what to do about a job, given as the API server has it. Never raises for what users wrote.
+
+    `now` has a time zone. Nothing is decided about a job of another controller, nor about a document that no
+    API server stored (without name, namespace or UID).
+    """
+    if not all(isinstance(at(job, "metadata", key), str) for key in ("name", "namespace", "uid")):
+        return Decision()
+    if is_foreign(job):
+        return Decision()
+    return _Reconciliation(job, observed, now).decide()
+
+
+@dataclass
+class _Reconciliation:
+    """What one call has found out and decided so far."""
+
+    job: Document
+    observed: Observed
+    now: datetime
+    apply: list[Document] = field(default_factory=list)
+    delete: list[Delete] = field(default_factory=list)
+    again: list[datetime] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        metadata = self.job["metadata"]
+        self.name, self.namespace, self.uid = metadata["name"], metadata["namespace"], metadata["uid"]
+        generation = at(metadata, "generation")
+        self.generation = generation if isinstance(generation, int) else None
+        self.before = read_status(self.job)
+        self.parsed, self.faults = parse(self.job)
+        self.found = find_jobset(self.observed, self.uid)
+        self.jobset: Document = self.found[1] if self.found else {}
+        cleaning = names.LABEL_CLEANS
+        self.cleaners = [p for p in self.observed.pods if at(p, "metadata", "labels", cleaning)]
+        self.pods = [p for p in self.observed.pods if not at(p, "metadata", "labels", cleaning)]
+        uid = at(self.jobset, "metadata", "uid")
+        self.current = [
+            p for p in self.pods if at(p, "metadata", "labels", names.LABEL_JOBSET_UID) in (uid, None)
+        ]
+        if not self.found:
+            self.current = []
+
+    # -- what is true -------------------------------------------------------------------------------------
+
+    def decide(self) -> Decision:
+        """Go through what can be true of the job, from the end of its life to its beginning."""
+        if at(self.job, "metadata", "deletionTimestamp") is not None:
+            self._remove_jobset()
+            self._clean_rings()
+            return self._decision(None)
+        if self.before.terminal is not None:
+            return self._ended(self.before)
+        if at(self.job, "spec", "suspend") is True:
+            return self._suspended()
+        job = self.parsed
+        if job is None and self.found is not None:
+            # It ran under another version of the operator, whose definition of a job was another one.
+            return self._show(Finding(Reason.CONFIGURATION, self._fault()), start=self.before.start_time)
+        if job is None or (self.faults and self.found is None):
+            return self._fail(Reason.INVALID_SPEC, self._fault())
+        if self.found is None:
+            return self._start(job)
+        if at(self.jobset, "metadata", "deletionTimestamp") is not None:
+            return self._waiting("the pods of the last attempt are being removed")
+        return self._running(job)
+
+    def _fault(self) -> str:
+        more = f" (and {len(self.faults) - 1} more)" if len(self.faults) > 1 else ""
+        return clean_text(f"{self.faults[0]}{more}")
+
+    def _wanted(self, job: TraceRLJob) -> list[Document]:
+        observed = self.observed
+        return wanted(
+            job,
+            self.uid,
+            observed.installation,
+            served=observed.served,
+            token=observed.new_token,
+            restarts=self.before.restarts,
+        )
+
+    def _start(self, job: TraceRLJob) -> Decision:
+        try:
+            documents = self._wanted(job)
+        except PatchError as error:
+            return self._fail(Reason.INVALID_SPEC, clean_text(str(error)))
+        refs = [Apply(document).ref for document in documents]
+        blocked = list(blockers(job, self.uid, self.observed, refs))
+        if blocked:
+            self.again.append(self.now + _RETRY)
+            return self._show(Finding(Reason.CONFIGURATION, clean_text("; ".join(blocked))))
+        if any(not has_ended(pod) for pod in self.pods):
+            return self._waiting("the pods of the last attempt are being removed")
+        if self.cleaners:
+            self._drop_cleaners()
+            return self._waiting("rings of the last attempt are being removed from the nodes")
+        self._mark_nodes(job)
+        self.apply += [document for document in documents if self._differs(document)]
+        if self.observed.refusals:
+            self.again.append(self.now + _RETRY)
+            refused = "; ".join(clean_text(refusal) for refusal in self.observed.refusals)
+            return self._show(Finding(Reason.CONFIGURATION, clean_text(f"the API server refused {refused}")))
+        return self._waiting("the pods are being made")
+
+    def _running(self, job: TraceRLJob) -> Decision:
+        if is_true(self.jobset, "Completed"):
+            steps = job.spec.algorithm.steps
+            return self._end(Finding(Reason.COMPLETED, f"all {steps} steps are done", terminal="Complete"))
+        if is_true(self.jobset, "Failed"):
+            return self._after_failure(job)
+        servers = [one for one in exits(filter(_works, self.current), _SERVERS) if one.final]
+        if servers:
+            return self._fail(servers[0].reason, _sentence(servers[0]))
+        budget = job.spec.failure_policy.max_restarts
+        counted = self._restarts_by_role()
+        worst = max(counted, key=lambda role: counted[role])
+        if counted[worst] > budget:
+            message = (
+                f"the {worst} was restarted {counted[worst]} times, and failurePolicy.maxRestarts is {budget}"
+            )
+            return self._fail(Reason.RESTARTS_EXHAUSTED, message)
+        held = at(self.jobset, "spec", "suspend") is True
+        start = None if held else self.before.start_time or show_time(self.now)
+        began, limit = parse_time(start), job.spec.active_deadline_seconds
+        if began is not None and limit is not None:
+            try:
+                deadline = began + timedelta(seconds=limit)
+            except OverflowError:  # a deadline after the end of all calendars
+                deadline = None
+            if deadline is not None and deadline <= self.now:
+                message = f"the job ran longer than spec.activeDeadlineSeconds ({limit} s)"
+                return self._fail(Reason.DEADLINE_EXCEEDED, message)
+            if deadline is not None:
+                self.again.append(deadline)
+        self._mark_nodes(job)
+        lasting = kept_right(job, self.uid, self.observed.installation, served=self.observed.served)
+        self.apply += [document for document in lasting if self._differs(document)]
+        if held:
+            queue = job.spec.placement.queue
+            message = f"waits for the queue {queue}" if queue else "its JobSet is suspended"
+            return self._show(Finding(Reason.QUEUED, message, suspended=True))
+        return self._show(self._readiness(job), start=start)
+
+    def _readiness(self, job: TraceRLJob) -> Finding:
+        done, total = self._ready_nodes()
+        lost = lost_object(job, self.observed)
+        if lost is not None:
+            return Finding(Reason.CONFIGURATION, lost)
+        suffix = "" if job.spec.output.uri else f"; {_NO_OUTPUT}"
+        message = f"{done} of {total} nodes are ready{suffix}"
+        ready = done == total
+        return Finding(Reason.RUNNING if ready else Reason.STARTING, message, ready=ready)
+
+    def _after_failure(self, job: TraceRLJob) -> Decision:
+        """End the job, or make its JobSet again: its budget was that of when it was made."""
+        ended = exits(self.current, (names.TRAINER,))
+        final = next((one for one in ended if one.final), None)
+        if final is not None:
+            return self._fail(final.reason, _sentence(final))
+        needed, budget = self._jobset_restarts() + 1, job.spec.failure_policy.max_restarts
+        if needed > budget:
+            why = f" (last: {_sentence(ended[0])})" if ended else ""
+            message = f"{needed} restarts were needed, and failurePolicy.maxRestarts is {budget}{why}"
+            return self._fail(Reason.RESTARTS_EXHAUSTED, clean_text(message))
+        self._remove_jobset()
+        return self._waiting("all pods are started again", restarts=needed)
+
+    def _suspended(self) -> Decision:
+        self._remove_jobset()
+        released = self.found is None and all(has_ended(pod) for pod in self.pods)
+        self._clean_rings()
+        message = "spec.suspend is true" + ("" if released else "; pods are being removed")
+        return self._show(Finding(Reason.SUSPENDED_BY_SPEC, message, suspended=released))
+
+    def _waiting(self, message: str, *, restarts: int = 0) -> Decision:
+        start = self.before.start_time
+        return self._show(Finding(Reason.STARTING, message), start=start, restarts=restarts)
+
+    # -- the end ------------------------------------------------------------------------------------------
+
+    def _fail(self, reason: Reason, message: str) -> Decision:
+        return self._end(Finding(reason, message, terminal="Failed"))
+
+    def _end(self, finding: Finding) -> Decision:
+        return self._ended(self._status(finding, start=self.before.start_time))
+
+    def _ended(self, status: Status) -> Decision:
+        """Give back what an ended job holds; its JobSet stays with its logs when it ended by itself."""
+        if not (is_true(self.jobset, "Completed") or is_true(self.jobset, "Failed")):
+            self._remove_jobset()
+        self._clean_rings()
+        seconds = at(self.job, "spec", "ttlSecondsAfterFinished")
+        completed = parse_time(status.completion_time)
+        if isinstance(seconds, int) and completed is not None:
+            try:
+                due = completed + timedelta(seconds=seconds)
+            except OverflowError:
+                return self._decision(status)
+            if due <= self.now:
+                self.delete.append(Delete(Ref(API_VERSION, KIND, self.name), self.uid))
+            else:
+                self.again.append(due)
+        return self._decision(status)
+
+    # -- the answer ---------------------------------------------------------------------------------------
+
+    def _show(self, finding: Finding, *, start: str | None = None, restarts: int = 0) -> Decision:
+        return self._decision(self._status(finding, start=start, restarts=restarts))
+
+    def _status(self, finding: Finding, *, start: str | None, restarts: int = 0) -> Status:
+        done, total = self._ready_nodes()
+        total_restarts = max(self.before.restarts, restarts, self._all_restarts())
+        return new_status(
+            self.before,
+            finding,
+            self.now,
+            generation=self.generation,
+            ready=f"{0 if finding.terminal or finding.suspended else done}/{total}",
+            restarts=total_restarts,
+            progress=self._progress(final=finding.terminal is not None),
+            start_time=start,
+        )
+
+    def _progress(self, *, final: bool) -> Progress:
+        if self.parsed is None:
+            return self.before.progress
+        steps = self.parsed.spec.algorithm.steps
+        claim = claimed(self.observed.objects.get(progress_ref(self.name)), steps)
+        progress, again = mirrored(self.before.progress, claim, self.now, final=final)
+        if again is not None:
+            self.again.append(again)
+        return progress
+
+    def _decision(self, status: Status | None) -> Decision:
+        changed = status is not None and show(status) != show(self.before)
+        return Decision(
+            apply=tuple(Apply(document) for document in self.apply),
+            delete=tuple(self.delete),
+            status=show(status) if status is not None and changed else None,
+            events=tuple(transitions(self.before, status)) if status is not None and changed else (),
+            look_again_at=min(self.again, default=None),
+        )
+
+    # -- restarts and readiness ---------------------------------------------------------------------------
+
+    def _jobset_restarts(self) -> int:
+        before = at(self.jobset, "metadata", "annotations", names.ANNOTATION_RESTARTS_BEFORE)
+        counted = int(before) if isinstance(before, str) and before.isdecimal() and len(before) < 10 else 0
+        return counted + number(at(self.jobset, "status", "restarts"))
+
+    def _restarts_by_role(self) -> dict[str, int]:
+        """Restarts of all pods count as the trainer's: it is what the JobSet restarts for."""
+        servers = {role: restarts_of(self.current, role) for role in _SERVERS}
+        return {names.TRAINER: self._jobset_restarts(), **servers}
+
+    def _all_restarts(self) -> int:
+        return sum(self._restarts_by_role().values())
+
+    def _ready_nodes(self) -> tuple[int, int]:
+        if self.parsed is None:
+            return 0, 0
+        spec = self.parsed.spec
+        total = sum(names.replicated_jobs(spec).values())
+        ready = [pod for pod in self.current if is_true(pod, "Ready")]
+        if spec.placement.colocation is not Colocation.NODE:
+            return min(len(ready), total), total
+        roles = {
+            role: {
+                index_of(p) for p in ready if at(p, "metadata", "labels", names.LABEL_REPLICATED_JOB) == role
+            }
+            for role in (names.ROLLOUT, names.TRAINER)
+        }
+        pairs = roles[names.ROLLOUT] & roles[names.TRAINER]
+        return min(len(pairs), spec.trainer.nodes), spec.trainer.nodes
+
+    # -- objects ------------------------------------------------------------------------------------------
+
+    def _differs(self, document: Document) -> bool:
+        """Whether an object has to be applied: what is there says less, or something else."""
+        ref = Apply(document).ref
+        found = self.observed.objects.get(ref)
+        return found is None or (ref.kind not in _MADE_ONCE and not _contains(found, document))
+
+    def _remove_jobset(self) -> None:
+        if self.found is None or at(self.jobset, "metadata", "deletionTimestamp") is not None:
+            return
+        uid = at(self.jobset, "metadata", "uid")
+        self.delete.append(Delete(self.found[0], str(uid), "Foreground"))
+
+    # -- rings on nodes -----------------------------------------------------------------------------------
+
+    def _nodes(self) -> list[str]:
+        """Nodes that may hold a ring: those that were written down, and those of pods that are there."""
+        noted = at(self.job, "metadata", "annotations", names.ANNOTATION_RING_NODES)
+        known = {node for node in noted.split(",") if node} if isinstance(noted, str) else set()
+        seen = {node for pod in self.pods if isinstance(node := at(pod, "spec", "nodeName"), str) and node}
+        return sorted(known | seen)
+
+    def _marked(self) -> bool:
+        finalizers = at(self.job, "metadata", "finalizers")
+        return isinstance(finalizers, list) and names.FINALIZER in finalizers
+
+    def _mark_nodes(self, job: TraceRLJob) -> None:
+        """Write down which nodes have to be cleaned, before or while there is something to clean."""
+        if not node_rings(job):
+            return
+        nodes = self._nodes()
+        noted = at(self.job, "metadata", "annotations", names.ANNOTATION_RING_NODES)
+        if not self._marked() or noted != ",".join(nodes):
+            self.apply.append(job_marks(self.name, self.namespace, self.uid, nodes))
+
+    def _clean_rings(self) -> None:
+        """Remove the rings of a job that has stopped, and then the finalizer that waits for this."""
+        if not self._marked():
+            self._drop_cleaners()
+            return
+        if (self.found is not None and self.delete) or any(not has_ended(pod) for pod in self.pods):
+            return
+        images = self.observed.installation
+        image = (self.parsed.spec.rollout.image if self.parsed else None) or images.rollout_image
+        there = {at(pod, "metadata", "name"): pod for pod in self.cleaners}
+        waiting = False
+        for node in self._nodes():
+            pod = cleaning_pod(self.name, self.namespace, self.uid, node, image)
+            found = there.get(pod["metadata"]["name"])
+            if found is None:
+                self.apply.append(pod)
+            waiting = waiting or found is None or self._cleans(found)
+        if not waiting:
+            self.apply.append(job_marks(self.name, self.namespace, self.uid, None))
+
+    def _cleans(self, pod: Document) -> bool:
+        """Whether a cleaning pod may yet clean; nobody waits for a node that does not answer."""
+        made = parse_time(at(pod, "metadata", "creationTimestamp"))
+        if has_ended(pod) or made is None:
+            return not has_ended(pod)
+        until = made + timedelta(seconds=2 * CLEANING_SECONDS)
+        if until <= self.now:
+            return False
+        self.again.append(until)
+        return True
+
+    def _drop_cleaners(self) -> None:
+        for pod in self.cleaners:
+            if at(pod, "metadata", "deletionTimestamp") is None:
+                ref = Ref("v1", "Pod", str(at(pod, "metadata", "name")))
+                self.delete.append(Delete(ref, str(at(pod, "metadata", "uid"))))
+
+
+def _works(pod: Document) -> bool:
+    """Whether a pod is at work: how servers end that are told to says nothing of the job."""
+    told = at(pod, "metadata", "deletionTimestamp") is not None or has_ended(pod)
+    done = any(
+        at(status, "name") == names.TRAINER and at(status, "state", "terminated") is not None
+        for status in containers(pod)
+    )
+    return not (told or done)
+
+
+def _sentence(one: Exit) -> str:
+    return clean_text(f"{one.container} of {one.pod}: {one.message}")
+
+
+def _contains(found: object, wished: object) -> bool:
+    """Whether a document has all that is wished; servers fill in more, and never more items of our lists."""
+    if isinstance(wished, dict):
+        return isinstance(found, dict) and all(_contains(found.get(k), v) for k, v in wished.items())
+    if isinstance(wished, list):
+        return (
+            isinstance(found, list)
+            and len(found) == len(wished)
+            and all(_contains(one, other) for one, other in zip(found, wished, strict=True))
+        )
+    return found == wished
