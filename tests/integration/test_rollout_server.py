@@ -1,11 +1,13 @@
 """The rollout server over real sockets, by its client and by hand."""
 
 import asyncio
+import gzip
 import json
 import signal
 import stat
 import time
 from collections import Counter
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
@@ -298,6 +300,26 @@ async def test_malformed_requests_get_one_sentence(server, client):
             async with session.request(method, f"{server.url}/{path}") as response:
                 assert (response.status, "message" in (await response.json())["error"]) == (status, True)
     assert (await client.generate([1], greedy(1), id="still-well")).finish_reason == "length"
+
+
+async def test_peers_without_the_token_hold_up_nobody(server, client):
+    port = urlsplit(server.url).port
+    strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(300)]
+    for _, writer in strangers:
+        writer.write(b"POST /generate HTTP/1.1\r\nContent-Length: 1000000\r\n")
+    async with aiohttp.ClientSession() as session:
+        headers = {"Authorization": "Bearer s3cret", "Content-Encoding": "gzip"}
+        packed = gzip.compress(json.dumps(GOOD).encode())
+        # Decompressing is work that a few bytes can ask for without end.
+        async with session.post(f"{server.url}/generate", data=packed, headers=headers) as response:
+            assert (response.status, "not JSON" in await response.text()) == (400, True)
+        async with session.post(f"{server.url}/generate", data=bytes(2**20)) as response:
+            assert response.status == 401
+    assert (await client.generate([1], greedy(1), id="amid-strangers")).finish_reason == "length"
+    # There is a limit of connections, and those without the token make room.
+    assert await asyncio.wait_for(strangers[0][0].read(1), WAIT_SECONDS) == b""
+    for _, writer in strangers:
+        writer.close()
 
 
 async def test_another_site_table_is_refused(server):

@@ -26,7 +26,7 @@ from kill_products import open_objects, open_remote, open_sink, open_source, run
 
 from tracerl.api.errors import TraceRLError
 from tracerl.api.frames import FrameKey, Handle, parse_handle
-from tracerl.transport.base import FrameSink, FrameSource, TransportError, Wanted
+from tracerl.transport.base import FrameSink, FrameSource, LoanError, TransportError, Wanted
 
 _PR_SET_PDEATHSIG, _PR_SET_PTRACER = 1, 0x59616D61
 _SOME_LINES = 8_000
@@ -310,6 +310,10 @@ class Reader:
                     if not isinstance(piece, TransportError) and not same(piece[0], put):
                         self.ledger.write(f"wrong {put.handle} {time.monotonic_ns()} while-borrowed")
                 piece = None
+            self.ledger.write(*(f"released {put.handle}" for put in good))
+        except LoanError as error:
+            # Its store was killed: what was compared was right, and the references went with the store.
+            self.ledger.write(f"error {time.monotonic_ns()} {error.fault}: {error}")
             self.ledger.write(*(f"released {put.handle}" for put in good))
         except TransportError as error:
             self.ledger.write(f"error {time.monotonic_ns()} {error.fault}: {error}")

@@ -90,7 +90,8 @@ PLANTS: dict[str, tuple[list[Plant], Callable[[Scene], None], str]] = {
         [
             Plant(
                 "transport/ring/client.py",
-                "            borrowed = Borrowed(pieces, partial(_unpin, session, pins, self._timeout))\n",
+                "            borrowed = Borrowed(pieces, partial(_give_back, session, pins, "
+                "self._timeout))\n",
                 "            _unpin(session, pins, self._timeout)\n            borrowed = Borrowed(pieces)\n",
             )
         ],

@@ -200,7 +200,7 @@ def test_a_reader_that_hangs_on_to_frames_keeps_them_and_nothing_else(
         slow.close()
         place.stop_producers()
         place.drained()
-        place.empty(place.readers["reader"], connections=1)
+        place.empty(place.readers["reader"], connections=2)
         place.stop()
 
 

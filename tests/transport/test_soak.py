@@ -88,7 +88,7 @@ def test_nothing_grows(tmp_path: Path) -> None:
         assert audit["counters"]["relocated_bytes_spill"] > 0, "no frame lived long enough to be spilled"
         place.stop_producers()
         place.drained()
-        place.empty(place.readers["reader-0"], connections=2)
+        place.empty(place.readers["reader-0"], connections=4)
         place.stop()
     quarter = SAMPLES // 4
     for name in samples[0]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -149,9 +149,9 @@ def assemble(
     `tokens` counts prompt and response; `token_versions` holds the version that sampled each response token.
     `trajectory` is the id that frames (other than prefixes) must carry. `fetch` returns the bytes of a handle
     and may raise TraceRLError or OSError when it cannot. `opened` holds frames that were verified under the
-    same table before; prefixes that are fetched are added to it, since other trajectories may share them. Bad
-    records never raise: their rows are missing. A trajectory without a response token (aborted) needs no
-    rows, so none are present and none missing. ValueError when the counts contradict each other.
+    same table before; prefixes that are fetched are added to it as copies, since other trajectories may share
+    them. Bad records never raise: their rows are missing. A trajectory without a response token (aborted)
+    needs no rows, so none are present and none missing. ValueError when the counts contradict each other.
     """
     if not 0 <= prompt_tokens <= tokens or len(token_versions) != tokens - prompt_tokens:
         raise ValueError(
@@ -239,6 +239,8 @@ class _Assembly:
             raise FrameError("checksum", "the bytes are not those that the handle names")
         frame = decode_frame(data, self.table)
         if frame.header.prefix is not None:
+            # Used again without being verified again, so what was verified must not depend on `data` staying.
+            frame = replace(frame, payloads=tuple(payload.copy() for payload in frame.payloads))
             self.opened[handle] = frame
         return frame
 

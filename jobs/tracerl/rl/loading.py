@@ -1,12 +1,14 @@
 """Loading: from the entries that a trajectory carries to its records, in the process that trains on it.
 
 Frames are borrowed from the stores, verified, paired into rows (`tracerl.records.pairing`) and given back at
-once; what is kept are rows. A pass waits for the records of its own micro-batch alone: those of the next one
-are loaded by a thread while it computes.
+once; what is kept are rows. No row counts before its loan has ended well: all that was hashed, and all that
+was copied after that, was then read while the bytes were certain to stay. A pass waits for the records of its
+own micro-batch alone: those of the next one are loaded by a thread while it computes.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -26,8 +28,10 @@ from tracerl.records.frame import Frame
 from tracerl.records.pairing import TrajectoryRecords, assemble
 from tracerl.records.partial import PartialFrame, Selection
 from tracerl.records.sites import SiteTable, audit_table, site_table
-from tracerl.transport.base import FrameSource, TransportError, Wanted
+from tracerl.transport.base import FrameSource, LoanError, TransportError, Wanted
 from tracerl.transport.sources import open_source
+
+_log = logging.getLogger(__name__)
 
 CACHE_BYTES = 256 * 2**20
 """Records that a trainer process keeps beside those of the micro-batch that it computes with."""
@@ -35,6 +39,8 @@ _BATCH_BYTES = 8 * 2**20
 """About how much the thread loads at once: a pass that needs one of them waits for all."""
 _FRAME_BYTES = 4_096
 """What a decoded frame takes beside its bytes: some dozens of small objects."""
+_LOANS = 3
+"""How often frames are borrowed whose loan does not end well, until they are missing."""
 LEADER = "trainer-0"
 """Name of the trainer process that runs the loop."""
 
@@ -281,48 +287,76 @@ class RecordLoader:
         if not trajectories or not table.sites:
             return {}
         started = time.thread_time()
+        own = table if selection is None else selection.table
         named = dict.fromkeys(
             entry.handle for t in trajectories for entry in t.entries if entry.audit is table.audit
         )
         with self._changed:
-            kept = self._prefixes.items if not table.audit else {}
-            opened = {handle: kept[handle] for handle in named if handle in kept}
-        lengths = {h: length for h in named if h not in opened and (length := _length(h)) is not None}
-        paired = {}
-        with self._borrowed(lengths, selection, opened) as (pieces, travelled):
-            fetched = time.thread_time()
-
-            def fetch(handle: Handle) -> memoryview:
-                piece = pieces[handle]
-                if isinstance(piece, TraceRLError):
-                    raise piece
-                return piece
-
-            for trajectory in trajectories:
-                begun = time.thread_time()
-                records = assemble(
-                    trajectory.entries,
-                    fetch,
-                    table if selection is None else selection.table,
-                    tokens=len(trajectory.tokens),
-                    prompt_tokens=trajectory.prompt_tokens,
-                    token_versions=trajectory.token_versions,
-                    job_uid=self._job_uid,
-                    run_id=self._run_id,
-                    trajectory=trajectory.id,
-                    reprefill=self._reprefill,
-                    opened=opened,
-                )
-                paired[trajectory.id] = _Paired(
-                    records,
-                    bytes=sum(travelled.pop(entry.handle, 0) for entry in trajectory.entries),
-                    fetch_seconds=(fetched - started) / len(trajectories),
-                    unpack_seconds=time.thread_time() - begun,
-                )
+            known = self._prefixes.items if not table.audit else {}
+            kept = {handle: known[handle] for handle in named if handle in known}
+        lengths = {h: length for h in named if h not in kept and (length := _length(h)) is not None}
+        failure: LoanError | None = None
+        for _ in range(_LOANS):
+            opened = dict(kept)
+            try:
+                with self._borrowed(lengths, selection, opened) as (pieces, travelled):
+                    paired = self._assemble(
+                        trajectories, own, pieces, opened, travelled=travelled, started=started
+                    )
+            except LoanError as error:
+                # Other bytes may have come in place of those that were verified: nothing of it counts.
+                failure = error.with_traceback(None)
+                continue
+            # Not before the loan has ended well.
             if not table.audit:
                 self._keep_prefixes(opened)
-            # The last views of borrowed bytes.
-            opened.clear()
+            return paired
+        assert failure is not None
+        _log.warning("%d record frames are missing: %s", len(lengths), failure)
+        absent: dict[Handle, memoryview | TraceRLError] = dict.fromkeys(lengths, failure)
+        return self._assemble(trajectories, own, absent, kept, travelled={}, started=started)
+
+    def _assemble(
+        self,
+        trajectories: Sequence[Trajectory],
+        table: SiteTable,
+        pieces: Mapping[Handle, memoryview | TraceRLError],
+        opened: dict[Handle, Frame],
+        *,
+        travelled: dict[Handle, int],
+        started: float,
+    ) -> dict[str, _Paired]:
+        """Pair trajectories with frames: borrowed `pieces` or their errors, and those that are `opened`."""
+        fetched = time.thread_time()
+
+        def fetch(handle: Handle) -> memoryview:
+            piece = pieces[handle]
+            if isinstance(piece, TraceRLError):
+                raise piece
+            return piece
+
+        paired = {}
+        for trajectory in trajectories:
+            begun = time.thread_time()
+            records = assemble(
+                trajectory.entries,
+                fetch,
+                table,
+                tokens=len(trajectory.tokens),
+                prompt_tokens=trajectory.prompt_tokens,
+                token_versions=trajectory.token_versions,
+                job_uid=self._job_uid,
+                run_id=self._run_id,
+                trajectory=trajectory.id,
+                reprefill=self._reprefill,
+                opened=opened,
+            )
+            paired[trajectory.id] = _Paired(
+                records,
+                bytes=sum(travelled.pop(entry.handle, 0) for entry in trajectory.entries),
+                fetch_seconds=(fetched - started) / len(trajectories),
+                unpack_seconds=time.thread_time() - begun,
+            )
         return paired
 
     @contextmanager
@@ -362,10 +396,8 @@ class RecordLoader:
             if frame.header.prefix is None:
                 continue  # of a selection
             with self._changed:
-                kept = self._prefixes.pop(handle)
-                if kept is None:
-                    kept = replace(frame, payloads=tuple(payload.copy() for payload in frame.payloads))
-                self._prefixes.put(handle, kept, kept.info.length + _FRAME_BYTES)
+                self._prefixes.pop(handle)
+                self._prefixes.put(handle, frame, frame.info.length + _FRAME_BYTES)
                 while self._prefixes.bytes > self._limit // 8:
                     self._prefixes.pop_oldest()
 

@@ -89,7 +89,8 @@ class Transport(_Record):
     """Frames in all tiers."""
     frame_bytes: int
     read_bytes: dict[str, int] = {}
-    """Frame bytes read since the step before by where they were: ring, spill, http, object."""
+    """Frame bytes read since the step before by where they were (ring, spill, http, object), also ahead for
+    later steps."""
     read_seconds: dict[str, float] = {}
     """Time of those reads; reads that overlap count each."""
     retries: int = 0

@@ -38,6 +38,16 @@ class TransportError(JobError):
         self.fault = fault
 
 
+class LoanError(TransportError):
+    """Borrowed frames did not stay until they were given back: what was read may be of others. ``failed``.
+
+    Whatever was made of their views is to be thrown away, even if their hashes were right; read them again.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__("failed", message)
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
     """What stores hold now, in bytes and frames of committed frames that are not yet released."""
@@ -135,7 +145,8 @@ class Borrowed:
         """End all views; using one afterwards is a ValueError, never old bytes. A second call does nothing.
 
         TransportError when arrays over a view are still in use: their bytes then stay pinned until a later
-        call succeeds.
+        call succeeds. LoanError, now and again from every later call, when the bytes did not stay in place
+        until now: only when this has returned may what was made of them be trusted.
         """
         for piece in self.pieces:
             for view in piece if isinstance(piece, list) else ():
@@ -150,7 +161,11 @@ class Borrowed:
             )
         unpin, self._unpin = self._unpin, None
         if unpin is not None:
-            unpin()
+            try:
+                unpin()
+            except TransportError:
+                self._unpin = unpin  # whoever calls next must hear of it too
+                raise
 
     def __enter__(self) -> Self:
         return self

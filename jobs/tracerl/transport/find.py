@@ -16,6 +16,7 @@ from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import fsspec
 import xxhash
@@ -36,14 +37,15 @@ _READ_BYTES: Final = 4 * 2**20
 """About how much of a store's frames is in memory at a time; one frame may be longer."""
 
 
-def find_frames(locations: Iterable[str]) -> Iterator[FoundFrame]:
+def find_frames(locations: Iterable[str], *, endpoint_url: str | None = None) -> Iterator[FoundFrame]:
     """Yield every frame: a location is a frame, an object of frames, or a directory searched for both.
 
-    Any fsspec URL; credentials are those of the environment. Paths begin as the location was given; that of a
-    frame in an object ends in ``#`` and its offset. In place of what is in the directory of a run that lives,
-    its stores' frames are given, of all tiers, as they are now: their paths are their handles, and those that
-    are released before they are read have the reason `RELEASED`. InputError when a location does not exist,
-    cannot be opened, or is a directory of no such run that holds no frame.
+    Any fsspec URL; credentials are those of the environment, and so is the endpoint of s3:// unless
+    `endpoint_url` gives it. Paths begin as the location was given; that of a frame in an object ends in ``#``
+    and its offset. In place of what is in the directory of a run that lives, its stores' frames are given, of
+    all tiers, as they are now: their paths are their handles, and those that are released before they are
+    read have the reason `RELEASED`. InputError when a location does not exist, cannot be opened, or is a
+    directory of no such run that holds no frame.
     """
     for location in locations:
         if not location:
@@ -51,7 +53,8 @@ def find_frames(locations: Iterable[str]) -> Iterator[FoundFrame]:
         closed: list[FoundFrame] = []
         stores: list[Iterator[FoundFrame]] = []
         try:
-            filesystem, root = fsspec.core.url_to_fs(location)
+            options, at, hint = _endpoint(location, endpoint_url)
+            filesystem, root = fsspec.core.url_to_fs(location, **options)
             if isinstance(filesystem, LocalFileSystem):
                 stores = _living_stores(RunLayout(Path(root)))
             if stores:
@@ -60,8 +63,8 @@ def find_frames(locations: Iterable[str]) -> Iterator[FoundFrame]:
                 paths = [root]
             elif not filesystem.exists(root):
                 raise InputError(
-                    f"{location} does not exist; give frames or a directory of them, which a job keeps "
-                    "with spec.transport.object.retention=Job"
+                    f"{location} does not exist{at}; give frames or a directory of them, which a job keeps "
+                    f"with spec.transport.object.retention=Job{hint}"
                 )
             else:
                 paths = sorted(path for path in filesystem.find(root) if path.endswith(_SUFFIXES))
@@ -70,7 +73,7 @@ def find_frames(locations: Iterable[str]) -> Iterator[FoundFrame]:
             raise
         except Exception as error:  # noqa: BLE001  each of fsspec's many file systems has errors of its own
             raise InputError(
-                f"{location} cannot be read ({one_line(error)}); give a path or URL of frames"
+                f"{location} cannot be read{at} ({one_line(error)}); give a path or URL of frames{hint}"
             ) from None
         if not (paths or closed or stores):
             raise InputError(
@@ -92,6 +95,26 @@ def find_frames(locations: Iterable[str]) -> Iterator[FoundFrame]:
                 yield FoundFrame(shown, data)
         for problem in closed:
             yield replace(problem, path=_as_given(location, root, problem.path))
+
+
+def _endpoint(location: str, given: str | None) -> tuple[dict[str, str], str, str]:
+    """Options of fsspec for a location's endpoint, its name in messages, and how to give another one.
+
+    InputError when it is none.
+    """
+    if fsspec.core.split_protocol(location)[0] not in {"s3", "s3a"}:
+        return {}, "", ""
+    url = given or os.environ.get("AWS_ENDPOINT_URL")
+    if not url:
+        return {}, " at AWS", ", and --endpoint-url or AWS_ENDPOINT_URL for another store"
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # its text may hold what the URL holds
+        raise InputError("the endpoint is no URL; write for example http://minio:9000") from None
+    shown = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+    if parts.scheme not in {"http", "https"} or not parts.netloc:
+        raise InputError(f"the endpoint {shown} is no http or https URL; write for example http://minio:9000")
+    return {"endpoint_url": url}, f" at {shown}", ""
 
 
 def _living_stores(layout: RunLayout) -> list[Iterator[FoundFrame]]:

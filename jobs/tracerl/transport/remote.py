@@ -93,6 +93,8 @@ class RemoteSource:
         self._closed = threading.Event()
         self._chance = random.Random()  # noqa: S311 (no secret)
         self._counters = {"http_retries": 0, "read_bytes_http": 0, "read_frames": 0}
+        self._kept: deque[tuple[str, Mapping[str, Any]]] = deque()
+        """Releases, with their ids, and forgets that the store has not answered yet."""
 
     # -- the contract -------------------------------------------------------------------------------------
 
@@ -126,6 +128,8 @@ class RemoteSource:
                 read.result()
             for piece in pieces:
                 answer[piece.index] = piece.error or _views(piece)
+            if any(piece.error is None for piece in pieces):
+                self._catch_up()
             return Borrowed(answer)
 
         return finish
@@ -138,14 +142,17 @@ class RemoteSource:
         return flags
 
     def release(self, handles: Iterable[Handle]) -> None:
-        """Drop a reference each, once even when an answer was lost. TransportError."""
-        for part in _parts(list(handles)):
-            self._call("release", handles=part, request=secrets.token_hex(8))
+        """Drop a reference each, once even when an answer was lost.
+
+        TransportError; if that is because the store does not answer, it is told after the next call that it
+        answers, so do not call again.
+        """
+        parts = _parts(list(handles))
+        self._tell("release", [{"handles": part, "request": secrets.token_hex(8)} for part in parts])
 
     def forget(self, trajectories: Iterable[str]) -> None:
-        """Drop all frames put under these trajectories' keys. TransportError."""
-        for part in _parts(list(trajectories)):
-            self._call("forget", trajectories=part)
+        """Drop all frames put under these trajectories' keys, like `release`. TransportError."""
+        self._tell("forget", [{"trajectories": part} for part in _parts(list(trajectories))])
 
     def start_run(self) -> None:
         """Make this source's run the store's run: frames of others are dropped. TransportError."""
@@ -183,6 +190,7 @@ class RemoteSource:
 
     def close(self) -> None:
         """End all connections; calls that wait end with TransportError ``failed``."""
+        self._catch_up(_CONNECT_SECONDS)
         self._closed.set()
         with self._lock:
             connections = [*self._open]
@@ -255,7 +263,41 @@ class RemoteSource:
 
     def _call(self, name: str, **body: Any) -> Mapping[str, Any]:
         """Make a request of this source's run."""
-        return self._ask(name, {"runID": self._run_id, **body})
+        answer = self._ask(name, {"runID": self._run_id, **body})
+        self._catch_up()
+        return answer
+
+    def _tell(self, name: str, bodies: Iterable[Mapping[str, Any]]) -> None:
+        """Make requests. TransportError; those that were not answered are kept, and made later."""
+        documents = deque({"runID": self._run_id, **body} for body in bodies)
+        while documents:
+            try:
+                self._ask(name, documents[0])
+            except TransportError as error:
+                if error.fault == "failed":
+                    with self._lock:
+                        self._kept += [(name, document) for document in documents]
+                raise
+            documents.popleft()
+        self._catch_up()
+
+    def _catch_up(self, silence: float = _SILENCE_SECONDS) -> None:
+        """Make the requests that were kept, each once, until the store does not answer one."""
+        while True:
+            with self._lock:
+                if not self._kept:
+                    return
+                name, document = self._kept.popleft()
+            try:
+                with self._request(name, document, silence) as response:
+                    while response.read(_ANSWER_BYTES):
+                        pass
+            except _AgainError:
+                with self._lock:
+                    self._kept.appendleft((name, document))
+                return
+            except TransportError as refusal:
+                _log.warning("a %s was refused: %s", name, refusal)
 
     def _ask(self, name: str, document: Mapping[str, Any]) -> Mapping[str, Any]:
         """Make a request with a JSON answer, again where that may help. TransportError."""
@@ -290,13 +332,16 @@ class RemoteSource:
         return None
 
     @contextlib.contextmanager
-    def _request(self, name: str, document: Mapping[str, Any]) -> Iterator[http.client.HTTPResponse]:
+    def _request(
+        self, name: str, document: Mapping[str, Any], silence: float = _SILENCE_SECONDS
+    ) -> Iterator[http.client.HTTPResponse]:
         """Send a request and hand out its answer of status 200; the body must be read to its end.
 
         _AgainError when it did not get through, TransportError when it was refused.
         """
         body = json.dumps(document).encode()
         url, connection = self._connection()
+        connection.sock.settimeout(silence)
         whole = False
         try:
             connection.request("POST", f"/v1/{name}", body, self._headers)
@@ -335,7 +380,6 @@ class RemoteSource:
             connection.connect()
         except OSError as problem:
             raise _AgainError(f"{url}: {problem}") from None
-        connection.sock.settimeout(_SILENCE_SECONDS)
         with self._lock:
             self._open.add(connection)
         return url, connection

@@ -19,11 +19,11 @@ from tracerl.api.frames import Handle
 from tracerl.api.job import Reprefill, Retention
 from tracerl.engines.base import Trajectory
 from tracerl.records.frame import FrameHeader, encode_frame
-from tracerl.records.pairing import RecordEntry
+from tracerl.records.pairing import RecordEntry, assemble
 from tracerl.records.partial import Selection
 from tracerl.records.sites import SiteKind, SiteSlice, SiteTable, audit_table, site_table
 from tracerl.rl.loading import RecordLoader
-from tracerl.transport.base import Borrowed, FrameSource, TransportError, Wanted
+from tracerl.transport.base import Borrowed, FrameSource, LoanError, TransportError, Wanted
 from tracerl.transport.objects.filesystem import open_filesystem
 from tracerl.transport.objects.sink import ObjectSink
 from tracerl.transport.objects.source import ObjectSource
@@ -318,6 +318,73 @@ def test_a_source_that_is_of_no_use(world: World) -> None:
     with pytest.raises(TransportError, match="no store answers"):
         loader.load(group)
     world.source.error = None
+    world.check(loader.load(group))
+
+
+class Fickle:
+    """A source whose first loans end badly: when `change` is called, other bytes are in place of theirs."""
+
+    def __init__(self, source: FrameSource, bad: int) -> None:
+        self.source, self.bad = source, bad
+        self.loans = 0
+        self._lent: list[bytearray] = []
+
+    def borrow(self, wanted: Sequence[Wanted]) -> Borrowed:
+        self.loans += 1
+        with self.source.borrow(wanted) as borrowed:
+            pieces = [
+                piece if isinstance(piece, TransportError) else [bytearray(view) for view in piece]
+                for piece in borrowed.pieces
+            ]
+        self._lent = [data for piece in pieces if isinstance(piece, list) for data in piece]
+        lent = [
+            piece if isinstance(piece, TransportError) else [memoryview(data).toreadonly() for data in piece]
+            for piece in pieces
+        ]
+        return Borrowed(lent, self._end if self.loans <= self.bad else None)
+
+    def change(self) -> None:
+        for data in self._lent if self.loans <= self.bad else ():
+            data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
+
+    def _end(self) -> None:
+        raise LoanError("the connection to store-0 was lost; read them again")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.source, name)
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 3])
+@pytest.mark.parametrize("bad", [1, 2, 3, 9])
+def test_what_was_read_while_a_loan_ended_is_read_again(
+    world: World, monkeypatch: pytest.MonkeyPatch, after: int, bad: int
+) -> None:
+    """Wherever the bytes change: no row is wrong, and none is missing that its store has, but after `bad`."""
+    group = world.group("a", 3)
+    fickle = Fickle(world.source, bad)
+    world.source = fickle  # type: ignore[assignment]
+    paired = itertools.count(1)
+
+    def pairing(*arguments: Any, **more: Any) -> Any:
+        if after == 0:
+            fickle.change()
+        result = assemble(*arguments, **more)
+        if next(paired) % 3 == after % 3:
+            fickle.change()
+        return result
+
+    monkeypatch.setattr("tracerl.rl.loading.assemble", pairing)
+    loader = world.loader()
+    loaded = loader.load(group)
+    if bad < 3:
+        world.check(loaded)
+    else:
+        assert [trajectory.records.missing for trajectory in loaded] == [{"missing": 12}] * 3
+        assert not any(trajectory.records.present.any() for trajectory in loaded)
+    assert fickle.loans == min(bad + 1, 3)
+    # Nothing of it was kept for others.
+    fickle.bad = 0
+    loader.drop([trajectory.id for trajectory in group])
     world.check(loader.load(group))
 
 

@@ -17,13 +17,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import xxhash
-from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from tracerl.api.frames import FrameKey, Handle, parse_handle
 from tracerl.api.job import TraceRLJob
 from tracerl.api.resolved import Endpoint, EndpointFile, Endpoints, ResolvedJob
 from tracerl.transport.base import Wanted
+from tracerl.transport.listen import HttpServer
 from tracerl.transport.remote import RemoteSource
 from tracerl.transport.ring.client import StoreSink, StoreSource
 from tracerl.transport.ring.server import RingServer, Tier
@@ -98,18 +98,14 @@ class ThreadStore:
         registry = CollectorRegistry()
         self.server = StoreServer(self.ring, token=TOKEN, registry=registry)
         registry.register(StoreMetrics(self.ring, self.server))
-        self._runner = web.AppRunner(
-            self.server.application(), handler_cancellation=True, access_log=None, shutdown_timeout=1
-        )
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        self._http = HttpServer(self.server.application(), self.server.strangers)
+        self.url = f"http://127.0.0.1:{await self._http.start('127.0.0.1', 0)}"
 
     def on_loop(self, work):
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(WAIT_SECONDS)
 
     async def _stop(self) -> None:
-        await self._runner.cleanup()
+        await self._http.close()
         await self.ring.close()
 
     def close(self) -> None:

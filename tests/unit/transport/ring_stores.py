@@ -93,6 +93,32 @@ class RunningStore:
             contextlib.closing(StoreSource(self.path, name=name, **{**IDENTITY, **changes}))
         )
 
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Keep the store from doing anything, as SIGSTOP does with its process."""
+        stands, goes_on = threading.Event(), threading.Event()
+
+        def stand() -> None:
+            stands.set()
+            goes_on.wait(60)
+
+        self._loop.call_soon_threadsafe(stand)
+        assert stands.wait(20)
+        try:
+            yield
+        finally:
+            goes_on.set()
+
+    def cut(self, role: m.Role) -> None:
+        """End the connections of this role from the store's side."""
+
+        def end() -> None:
+            for each in list(self.server._connections.values()):
+                if each.hello is not None and each.hello.role == role:
+                    self.server._end(each)
+
+        self.do(end)
+
     def counter(self, name: str) -> int:
         return self.do(self.server.status).counters[name]
 

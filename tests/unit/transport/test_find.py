@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import closing
@@ -180,7 +181,7 @@ def test_released_frames_are_told_apart_from_damaged_ones(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = [FoundFrame(str(GOLDEN), GOLDEN.read_bytes()), FoundFrame("rec://…", None, RELEASED, "gone")]
-    monkeypatch.setattr("tracerl.transport.find.find_frames", lambda _: found)
+    monkeypatch.setattr("tracerl.transport.find.find_frames", lambda _, **_options: found)
     for verb in ("inspect", "verify"):
         assert cli.main(["records", verb, "run"]) == 0
         out = capsys.readouterr().out
@@ -256,3 +257,27 @@ def test_a_token_elsewhere_is_sent_to_nobody(tmp_path: Path) -> None:
     (run / "token").symlink_to(tmp_path / "secret")
     with pytest.raises(InputError, match="holds no record frames"):
         list(find_frames([str(run)]))
+
+
+@pytest.mark.parametrize(
+    ("given", "variable", "shown"),
+    [
+        ("http://127.0.0.1:9", "http://127.0.0.1:1", "cannot be read at http://127.0.0.1:9 ("),
+        (None, "http://127.0.0.1:9", "cannot be read at http://127.0.0.1:9 ("),
+        ("nonsense", None, "the endpoint nonsense is no http or https URL; write for example"),
+        ("http://[me:SECRET@minio", None, "the endpoint is no URL; write for example"),
+        ("ftp://me:SECRET@minio", None, "the endpoint ftp://minio is no http or https URL"),
+    ],
+)
+def test_the_endpoint_of_s3_is_given_or_that_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, variable: str | None, shown: str
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", variable)
+    with pytest.raises(InputError, match=re.escape(shown)) as caught:
+        list(find_frames(["s3://records/x"], endpoint_url=given))
+    assert "SECRET" not in str(caught.value)

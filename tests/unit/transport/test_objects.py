@@ -157,11 +157,13 @@ def test_what_names_no_frame_is_missing_and_never_read(place: Place, text: str) 
 
 
 @pytest.mark.parametrize("name", ["", ".", ".."])
-def test_ids_that_are_no_names_of_directories(name: str) -> None:
-    filesystem = open_filesystem("memory://x")
-    with pytest.raises(ValueError, match="no name of a directory"):
-        Place("memory://x", ExitStack()).sink(job_uid=name)
-    filesystem.close()
+def test_ids_that_are_no_names_of_directories(place: Place, name: str) -> None:
+    for ids in ({"job_uid": name}, {"run_id": name}):
+        for opened in (place.sink, place.source):
+            assert fault(opened, **ids) == "failed"
+    assert fault(place.sink, name) == "failed"
+    with pytest.raises(TransportError, match="cannot name a directory of records; use another"):
+        place.sink(name)
 
 
 @pytest.mark.parametrize(

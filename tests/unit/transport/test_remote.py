@@ -5,7 +5,7 @@ import json
 import random
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from urllib.parse import urlsplit
 
@@ -190,6 +190,53 @@ def test_references_go_once_each(store: ThreadStore) -> None:
     assert source.usage().frames == 0
     source.close()
     sink.close()
+
+
+def silent(call: Callable[[], object]) -> bool:
+    with pytest.raises(TransportError, match="did not answer") as caught:
+        call()
+    return caught.value.fault == "failed"
+
+
+def test_a_release_that_failed_is_made_later_and_once(store: ThreadStore) -> None:
+    sink, source = store.sink(), store.far()
+    handles = [sink.put(b"x", key(f"t-{row}")) for row in range(5)]
+    sink.retain(handles[:2])
+    # The first request is carried out, but its answer is lost; later ones reach nobody for a while.
+    proxy = Proxy(store.url, [0])
+    urls: list[str | None] = [proxy.url]
+    leaving = RemoteSource("store-0", lambda: urls[-1], token=TOKEN, run_id="run-1", timeout=0.0)
+    assert silent(lambda: leaving.release(handles[:1]))
+    wait_until(lambda: source.usage().frames == 5)
+    urls.append(None)
+    assert silent(lambda: leaving.release(handles[:3]))
+    assert silent(lambda: leaving.forget(["t-3", "t-4"]))
+    assert silent(leaving.usage)
+    assert source.present(handles) == [True] * 5
+    urls.append(proxy.url)
+    with leaving.borrow(wanted(handles[4:])) as borrowed:
+        assert borrowed.pieces[0][0] == b"x"
+    assert source.present(handles) == [False, True, False, False, False]
+    urls.append(None)
+    assert silent(lambda: leaving.release(handles[1:2]))
+    urls.append(store.url)
+    leaving.close()
+    assert source.usage().frames == 0
+    proxy.close()
+    source.close()
+    sink.close()
+
+
+def test_a_release_that_is_refused_is_not_kept(store: ThreadStore) -> None:
+    source = store.far(token="wrong")
+    for tell in (
+        lambda: source.release([Handle("rec://store-0/0/0?len=0&xxh3=0")]),
+        lambda: source.forget([""]),
+    ):
+        with pytest.raises(TransportError, match="store-0"):
+            tell()
+    assert not source._kept
+    source.close()
 
 
 # -- lists ------------------------------------------------------------------------------------------------

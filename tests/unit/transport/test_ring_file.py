@@ -7,7 +7,9 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -128,15 +130,86 @@ def test_what_is_no_stores_is_left_alone(tmp_path: Path) -> None:
         assert fault(caught.value) == "failed"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-def test_another_users_directory_is_not_used(tmp_path: Path) -> None:
-    for path, mine in ((tmp_path / "a" / "store-0", False), (tmp_path / "b" / "store-0", True)):
-        path.mkdir(parents=True)
-        os.chown(path if not mine else path.parent, 12_345, 12_345)
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+OTHER = 12_345
+"""Id of another user."""
+
+
+def give_away(path: Path) -> Path:
+    os.chown(path, OTHER, OTHER, follow_symlinks=False)
+    return path
+
+
+@as_root
+@pytest.mark.parametrize("mode", [0o755, 0o1777])
+def test_another_users_directory_is_not_used(tmp_path: Path, mode: int) -> None:
+    """Nor one in another user's directory, who may rename it there whatever the sticky bit says."""
+    (tmp_path / "real" / "store-0").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    for name in ("a", "b"):
+        (tmp_path / name / "store-0").mkdir(parents=True)
+        (tmp_path / name).chmod(mode)
+    give_away(tmp_path / "a" / "store-0")
+    give_away(tmp_path / "b")
+    give_away(tmp_path / "link")
+    for name in ("a", "b", "link"):
         with pytest.raises(TransportError) as caught:
-            RingDirectory.create(path)
+            RingDirectory.create(tmp_path / name / "store-0")
         assert fault(caught.value) == "permission"
-    assert reap(tmp_path / "a") == []
+    assert reap(tmp_path / "a") == reap(tmp_path / "b") == []
+    assert names(tmp_path / "b") == ["store-0"]
+
+
+_AS_ANOTHER_USER = """
+import os, sys
+from pathlib import Path
+from tracerl.transport.ring.file import RingDirectory, reap
+os.setgid(12345), os.setuid(12345)
+directory = RingDirectory.create(Path(sys.argv[1]) / "store-0")
+assert reap(Path(sys.argv[1])) == []
+directory.remove()
+print(reap(Path(sys.argv[2])))
+"""
+
+
+@as_root
+def test_roots_directory_for_everybody_is_used(ring_parent: Path) -> None:
+    """Such as a volume that a kubelet has made. What another user's directory hides is none of ours."""
+    volume, hidden = ring_parent / "volume", ring_parent / "hidden"
+    volume.mkdir()
+    volume.chmod(0o1777)
+    hidden.mkdir(0o700)
+    command = [sys.executable, "-c", _AS_ANOTHER_USER, str(volume), str(hidden)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.stderr, done.stdout) == ("", "[]\n")
+    assert names(volume) == []
+
+
+@pytest.fixture
+def ring_parent() -> Iterator[Path]:
+    """A directory that other users can enter."""
+    path = Path(tempfile.mkdtemp(prefix="trt-", dir="/dev/shm"))
+    path.chmod(0o755)
+    yield path
+    shutil.rmtree(path)
+
+
+def test_reaping_follows_no_links(tmp_path: Path) -> None:
+    for name in ("empty", "ringlike"):
+        (tmp_path / "mine" / name).mkdir(parents=True)
+    (tmp_path / "mine" / "ringlike" / "ring").touch()
+    evil = tmp_path / "tracerl-0-evil"
+    evil.symlink_to(tmp_path / "mine")
+    assert reap(evil) == []
+    assert names(tmp_path / "mine") == ["empty", "ringlike"]
+    assert names(tmp_path / "mine" / "ringlike") == ["ring"]
+
+
+def test_a_parent_that_is_a_link_to_nowhere_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "job").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(TransportError) as caught:
+        RingDirectory.create(tmp_path / "job" / "store-0")
+    assert fault(caught.value) == "failed"
 
 
 def test_a_ring_that_does_not_fit_leaves_nothing(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ FAULTS = st.sampled_from(["missing", "full", "permission", "foreign", "damaged",
 MESSAGES = st.one_of(
     st.builds(m.Hello, TEXT, TEXT, st.sampled_from(["producer", "reader", "control"]), TEXT, TEXT),
     st.builds(m.Welcome, TEXT, TEXT, U64, U64),
-    st.builds(m.LeaseRequest, U32),
+    st.builds(m.LeaseRequest, U32, U32),
     st.builds(m.Leased, U32, U64),
     st.builds(m.Commits, st.lists(st.builds(Commit, U64, U64, U64, TEXT), max_size=10)),
     st.builds(m.Pin, SEQS),

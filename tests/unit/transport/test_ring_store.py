@@ -6,9 +6,11 @@ import contextlib
 import os
 import random
 import select
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,7 +36,7 @@ from ring_stores import (
 )
 
 from tracerl.api.frames import Handle, parse_handle
-from tracerl.transport.base import Borrowed, FrameSink, FrameSource, TransportError, Wanted
+from tracerl.transport.base import Borrowed, FrameSink, FrameSource, LoanError, TransportError, Wanted
 from tracerl.transport.ring import messages as m
 from tracerl.transport.ring.client import StoreSink, StoreSource
 from tracerl.transport.ring.segments import Commit
@@ -276,6 +278,7 @@ def test_a_released_frame_stays_as_long_as_it_is_borrowed(store: RunningStore) -
     handle = sink.put(data, key())
     borrowed = source.borrow(wanted(handle))
     source.release([handle])
+    assert source.present([handle]) == [False]
     assert read(source, handle) == ["missing"]
     for number in range(31):  # every other segment
         sink.put(frame(SEGMENT, number), key("filler"), timeout=5)
@@ -328,6 +331,72 @@ def test_two_readers_pin_on_their_own(store: RunningStore) -> None:
     assert bytes(view_of(second)) == b"abcd"
     second.release()
     eventually(lambda: store.do(store.server.status).counts.frames["ring"] == 0)
+
+
+def overwrite(sink: StoreSink) -> None:
+    """Put so much that all that is not pinned moves out of the ring and is written over."""
+    for number in range(80):
+        sink.put(frame(SEGMENT, 1000 + number), key("filler"), timeout=20)
+
+
+def test_requests_that_a_stopped_store_does_not_answer_leave_the_loans(tmp_path: Path) -> None:
+    """Each of them fails, and its answer comes later, to nobody."""
+    with running(tmp_path / STORE, tiers=[FileTier("spill", tmp_path)]) as store:
+        sink, source = store.sink(), store.source(timeout=0.2)
+        frames = [frame(20_000, number) for number in range(6)]
+        handles = [sink.put(each, key()) for each in frames]
+        borrowed = source.borrow(wanted(*handles[:4]))
+        with store.stopped(), ThreadPoolExecutor(4) as pool:
+            asked = [
+                pool.submit(fault, source.usage),
+                pool.submit(fault, lambda: source.retain(handles)),
+                pool.submit(read, source, *handles[3:]),
+                pool.submit(source.present, handles),
+            ]
+            assert [each.result(timeout=20) for each in asked] == [
+                "failed",
+                "failed",
+                ["failed"] * 3,
+                [False] * 6,
+            ]
+        overwrite(sink)
+        assert [bytes(piece[0]) for piece in borrowed.pieces] == frames[:4]  # type: ignore[index]
+        borrowed.release()
+        assert read(source, *handles) == frames
+        # What they pinned and retained after all is undone: each frame has the one reference it had.
+        eventually(lambda: store.do(store.server.status).counts.pins == 0)
+        source.release(handles)
+        eventually(lambda: not any(source.present(handles)))
+
+
+def test_a_loan_that_the_store_has_ended_is_told_whenever_it_is_given_back(tmp_path: Path) -> None:
+    with running(tmp_path / STORE, tiers=[FileTier("spill", tmp_path)]) as store:
+        sink, source = store.sink(), store.source()
+        handle = sink.put(frame(20_000), key())
+        borrowed, last = source.borrow(wanted(handle)), source.borrow(wanted(handle))
+        store.cut("reader")
+        overwrite(sink)
+        assert bytes(view_of(borrowed)) != frame(20_000)
+        for _ in range(2):
+            with pytest.raises(LoanError, match="read them again"):
+                borrowed.release()
+        with pytest.raises(ValueError, match="released"):
+            bytes(view_of(borrowed))
+        assert read(source, handle) == [frame(20_000)]
+        source.close()  # ends the views, and is not the one who has read them
+        with pytest.raises(LoanError):
+            last.release()
+
+
+def test_closing_a_source_under_a_reader_is_told_to_it(store: RunningStore) -> None:
+    handle = store.sink().put(b"abcd", key())
+    source = store.source()
+    borrowed = source.borrow(wanted(handle))
+    array = np.frombuffer(view_of(borrowed), np.uint8)
+    source.close()
+    del array
+    with pytest.raises(LoanError):
+        borrowed.release()
 
 
 # -- a full ring ------------------------------------------------------------------------------------------
@@ -535,6 +604,7 @@ def test_no_bytes_hurt_the_store(store: RunningStore, datagrams: list[bytes], ro
         ("reader", [m.Unpin([0])]),
         ("reader", [m.Fetch([m.Piece(0, 0, 1)])]),
         ("reader", [m.Commits([])]),
+        ("reader", [m.Release([])]),
         ("control", [m.Pin([0])]),
         ("control", [m.Done()]),
     ],
@@ -555,7 +625,7 @@ def test_a_violation_ends_the_connection(
 
 def test_a_client_that_does_not_read_is_given_up(store: RunningStore) -> None:
     bare = Bare(store.path)
-    bare.hello("reader")
+    bare.hello("control")
     bare.socket.settimeout(0.2)
     with contextlib.suppress(TimeoutError, BrokenPipeError, ConnectionResetError):
         while True:
@@ -617,7 +687,7 @@ def test_clients_go_on_when_their_store_comes_back(tmp_path: Path) -> None:
             assert reading.result(timeout=20) == ["missing"]
             assert present.result(timeout=20) == [False]
             assert read(source, new) == [b"new"]
-            borrowed.release()
+            assert fault(borrowed.release) == "failed"  # nobody can tell how its connection ended
             assert fault(lambda: sink.retain([new, old])) == "missing"
             sink.release([old, new])
             assert source.usage().frames == 0
@@ -639,6 +709,91 @@ def test_a_store_that_stays_away_is_one_sentence(tmp_path: Path) -> None:
     assert read(source, handle) == ["failed"]
     assert source.present([handle]) == [False]
     store.close()
+
+
+def unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have clients give up soon."""
+    monkeypatch.setattr("tracerl.transport.ring.channel._GREETING_SECONDS", 0.1)
+    monkeypatch.setattr("tracerl.transport.ring.control._TELL_SECONDS", 0.1)
+
+
+@pytest.mark.parametrize("next_call", ["usage", "borrow", "present", "release", "put", "close"])
+def test_what_a_stopped_store_was_not_told_it_is_told_later(
+    store: RunningStore, monkeypatch: pytest.MonkeyPatch, next_call: str
+) -> None:
+    sink, source, other = store.sink(), store.source(), store.source()
+    handles = [sink.put(b"x", key()) for _ in range(4)]
+    lost = sink.put(b"x", key("lost"))
+    sink.retain(handles[:1])
+    client: Any = sink if next_call == "put" else source
+    unreachable(monkeypatch)
+    store.cut("control")
+    with store.stopped():
+        client.release(handles[:2])
+        client.release(handles[:3])
+        if next_call != "put":
+            source.forget(["lost"])
+    monkeypatch.undo()
+    assert other.usage().frames == 5
+    match next_call:
+        case "borrow":
+            assert read(source, handles[3]) == [b"x"]
+        case "present":
+            source.present([])
+        case "release":
+            source.release([])
+        case "put":
+            assert [sink.put(frame(SEGMENT), key("filler")) for _ in range(2)]
+            other.forget(["filler", "lost"])
+        case _:
+            getattr(source, next_call)()
+    eventually(lambda: other.present([*handles, lost]) == [False, False, False, True, False])
+
+
+def test_what_an_earlier_store_was_not_told_is_not_told_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unreachable(monkeypatch)
+    store = RunningStore(tmp_path / STORE)
+    sink, source = store.sink(), store.source()
+    old = sink.put(b"old", key())
+    store.stop()
+    source.release([old])
+    with running(tmp_path / STORE):
+        new = sink.put(b"new", key(), timeout=20)
+        assert m.find_frame(new, STORE, new.split("/")[3])[0] == 0  # the old one's number
+        source.usage()
+        assert read(source, new) == [b"new"]
+        sink.close()
+        source.close()
+
+
+def test_a_retain_that_failed_after_all_adds_nothing(store: RunningStore) -> None:
+    """Some of it was carried out before the store was stopped, and the rest afterwards."""
+    sink, source = store.sink(timeout=0.3), store.source()
+    handles = sink.put_many([(b"x", key())] * 50)
+    for _ in range(3):
+        with store.stopped():
+            assert fault(lambda: sink.retain(handles)) == "failed"  # type: ignore[arg-type]
+        sink.usage()
+    source.release(handles)  # type: ignore[arg-type]
+    eventually(lambda: source.usage().frames == 0)
+
+
+def test_a_full_ring_says_what_it_holds_and_for_how_long_a_frame_has_waited(store: RunningStore) -> None:
+    sink = store.sink()
+    kept = [sink.put(b"x" * 100, key()) for _ in range(5)]
+    filler = fill(sink)
+    sink.release(filler)
+    for number in range(31):  # a segment each
+        store.sink(f"rollout-{number}").put(b"x" * 100, key(), timeout=20)
+    with pytest.raises(TransportError) as caught:
+        store.sink().put(b"x", key(), timeout=0)
+    assert "(2 MiB) had no room: its 32 segments hold 36 frames, 3 KiB, that" in str(caught.value)
+    results = sink.put_many([(b"x", key())] * 3, timeout=0.3)
+    assert [result.fault for result in results] == ["full"] * 3  # type: ignore[union-attr]
+    assert all("had no room for 0.3 s" in str(result) for result in results)
+    assert kept
 
 
 # -- lower tiers ------------------------------------------------------------------------------------------
@@ -802,7 +957,7 @@ def test_many_threads_share_a_sink_and_a_source(tmp_path: Path) -> None:
 
         with ThreadPoolExecutor(6) as pool:
             assert list(pool.map(work, range(6))) == list(range(6))
-        assert source.usage().frames == 0
+        eventually(lambda: source.usage().frames == 0)
         assert store.do(store.server.status).counts.pins == 0
 
 
@@ -833,3 +988,36 @@ def test_a_producer_in_another_process_is_killed_in_the_middle(store: RunningSto
         assert data == bytes([number % 251]) * 3000
     source.forget(["t"])
     eventually(lambda: store.free() == 32)
+
+
+_LISTEN = """
+import os, socket, sys
+os.setgid(12345), os.setuid(12345)
+listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+listener.bind(sys.argv[1] + "/socket")
+listener.listen()
+print("listens", flush=True)
+print(listener.accept()[0].recv(4096))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as other users")
+@pytest.mark.parametrize("parents_owner", [12_345, 0])
+def test_the_token_is_shown_to_no_other_user(parents_owner: int) -> None:
+    """Whoever owns the parent may have put the directory there; below root's own it is its maker's."""
+    parent = Path(tempfile.mkdtemp(prefix="trt-", dir="/dev/shm"))
+    store = parent / "store-0"
+    store.mkdir()
+    parent.chmod(0o1777)
+    os.chown(store, 12_345, -1)
+    os.chown(parent, parents_owner, -1)
+    command = [sys.executable, "-c", _LISTEN, str(store)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as listener:
+        assert listener.stdout is not None
+        assert listener.stdout.readline() == "listens\n"
+        with pytest.raises(TransportError) as caught:
+            StoreSource(store, name="trainer-0", **{**IDENTITY, "timeout": 0.2})
+        said = listener.stdout.read()
+    shutil.rmtree(parent)
+    assert (IDENTITY["token"] in said) == (parents_owner == 0)
+    assert (caught.value.fault == "permission") == (parents_owner != 0)

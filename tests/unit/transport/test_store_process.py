@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -156,7 +157,8 @@ def test_a_killed_store_comes_back_empty_and_leaves_nothing(tmp_path: Path, ring
     second = ProcessStore(resolved)
     assert second.instance_id != first.instance_id
     assert not left.exists()
-    assert not [path for path in objects.rglob("*") if path.is_file()]
+    # It listens before it has emptied the object store, which may be slow.
+    wait_until(lambda: not [path for path in objects.rglob("*") if path.is_file()])
     for source in (near, far):
         assert source.present(old) == [False] * len(old)
         assert faults(source, old[:2]) == {"missing"}
@@ -230,6 +232,43 @@ def test_a_second_store_of_the_same_name_is_refused_and_harms_nothing(tmp_path: 
     assert all_right(source, handles)
     sink.close()
     source.close()
+    assert store.end() == 0
+
+
+def test_an_object_store_that_is_down_holds_up_no_start(
+    tmp_path: Path, ring_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "nothing")
+    resolved = resolve(
+        tmp_path / "run",
+        ring_dir,
+        transport={
+            "spill": "ObjectStore",
+            "object": {"uri": "s3://nowhere/x", "endpointUrl": "http://127.0.0.1:9"},
+            "deadlineSeconds": 1,
+        },
+    )
+    store = ProcessStore(resolved)
+    # It listens, though it has not given up the object store yet.
+    assert "is emptied at the end of this store instead" not in store.log()
+    near, far = open_source(resolved, RUN_ID, "node-0", starts_run=True), open_source(resolved, RUN_ID, None)
+    handles = put(resolved, "rollout-0")
+    assert all_right(near, handles)
+    assert all_right(far, handles)
+    for source in (near, far):
+        source.close()
+    store.end(signal.SIGKILL)  # else it would wait for the object store
+
+
+def test_a_store_may_have_as_many_files_open_as_it_can(tmp_path: Path, ring_dir: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, before[0]), before[1]))
+    try:
+        store = ProcessStore(resolve(tmp_path / "run", ring_dir))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert resource.prlimit(store.process.pid, resource.RLIMIT_NOFILE) == (before[1], before[1])
     assert store.end() == 0
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import resource
 import signal
 import stat
 import subprocess
@@ -13,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from tracerl.transport.base import TransportError
+from tracerl.transport.objects.filesystem import open_filesystem
 from tracerl.transport.ring.segments import LiveFrame, Location
-from tracerl.transport.store.spill import SpillDirectory, remove_leftovers
+from tracerl.transport.store.spill import ObjectTier, SpillDirectory, remove_leftovers
 
 _SEED = 20_260_731
 
@@ -163,6 +165,63 @@ def test_a_place_that_is_none_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(TransportError, match=r"spec\.transport\.spillPath: no directory can be made in"):
         spill(tmp_path / "file")
+
+
+@pytest.mark.parametrize("odd", ["..", "a/../../b", "/etc", "\0", "*", "ü"])
+def test_odd_names_stay_in_their_directory(tmp_path: Path, odd: str) -> None:
+    parent = tmp_path / "spill"
+    tier = SpillDirectory(parent, job_uid=odd, store=odd, limit_bytes=None)
+    assert [*parent.iterdir()] == [tier.directory]
+    tier.close()
+    assert [*tmp_path.rglob("*")] == [parent]
+
+
+async def test_too_many_open_files_are_no_lack_of_space(tmp_path: Path) -> None:
+    tier = spill(tmp_path)
+    places = await tier.take([live(0, b"abc")])
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+        with pytest.raises(TransportError) as taken:
+            await tier.take([live(1, b"def")])
+        with pytest.raises(TransportError) as unread:
+            await tier.read(places[0], 0, 3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    for caught in (taken, unread):
+        assert caught.value.fault == "failed"
+        assert "Too many open files" in str(caught.value)
+        assert "ulimit" in str(caught.value)
+        assert "free space" not in str(caught.value)
+    assert await tier.read(places[0], 0, 3) == b"abc"
+    tier.close()
+
+
+async def test_a_store_that_starts_empties_the_place_and_keeps_its_own(tmp_path: Path) -> None:
+    """In whatever order: a store that is listened to already moves frames while the place is emptied."""
+    left = tmp_path / "job" / "spill" / "store-0" / "0badcafe"
+    left.mkdir(parents=True)
+    (left / "0").write_bytes(b"left")
+    (left / "1.1234abcd.tmp").write_bytes(b"half")
+    (tmp_path / "job" / "spill" / "store-1").mkdir()
+    (tmp_path / "job" / "spill" / "store-1" / "0").write_bytes(b"of another store")
+    tier = ObjectTier(open_filesystem(tmp_path.as_uri()), job_uid="job", store="store-0")
+    places = await tier.take([live(0, b"abc"), live(1, b"defg")])
+    await tier.open()
+    places |= await tier.take([live(2, b"h")])
+    read_back = [await tier.read(places[seq], 0, places[seq].length) for seq in range(3)]
+    assert read_back == [b"abc", b"defg", b"h"]
+    assert not left.exists()
+    tier.close()
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["0"]
+
+
+@pytest.mark.parametrize("odd", ["", ".", ".."])
+def test_an_id_that_names_no_directory_of_objects_is_a_sentence(tmp_path: Path, odd: str) -> None:
+    for ids in ({"job_uid": odd, "store": "store-0"}, {"job_uid": "job", "store": odd}):
+        with pytest.raises(TransportError, match="cannot name a directory") as caught:
+            ObjectTier(open_filesystem(tmp_path.as_uri()), **ids)
+        assert caught.value.fault == "failed"
 
 
 _HOLD = """

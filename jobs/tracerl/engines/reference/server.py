@@ -46,6 +46,7 @@ from tracerl.engines.weight_group import DTYPES, WeightGroup
 from tracerl.methods import plan
 from tracerl.records.sites import audit_table, site_table
 from tracerl.transport.base import FrameSink, TransportError, Usage
+from tracerl.transport.listen import HttpServer, Strangers
 from tracerl.transport.sources import open_sink
 
 _log = logging.getLogger(__name__)
@@ -56,7 +57,6 @@ _BODY_BYTES = 64 * 2**20
 # Record rows that wait for the writer; above it nothing new is admitted.
 _WAITING_BYTES = 64 * 2**20
 _GROUP_SECONDS = 300.0
-_SHUTDOWN_SECONDS = 1.0
 
 
 # -- what may be asked ------------------------------------------------------------------------------------
@@ -173,6 +173,7 @@ class RolloutServer:
         self.instance_id = uuid.uuid4().hex
         self._shape, self._job_uid, self._open_sink = shape, job_uid, open_sink
         self._token = token.encode()
+        self.strangers = Strangers()
         self._model_uri = spec.model.uri
         method = plan(spec, shape)
         self._table = site_table(shape, spec)
@@ -278,6 +279,7 @@ class RolloutServer:
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(given, b"Bearer " + self._token):
             raise _RefusedError(401, "the bearer token is missing or wrong; use the token file of this run")
+        self.strangers.admit(request)
         table = request.headers.get(SITE_TABLE_HEADER)
         if table is not None and table != self._table.digest:
             raise _RefusedError(
@@ -762,15 +764,12 @@ async def _serve(resolved: ResolvedJob, index: int, shape: ModelShape) -> None:
         token=resolved.token(),
         open_sink=partial(open_sink, resolved, endpoint.name),
     )
-    runner = web.AppRunner(
-        server.application(), handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS
-    )
+    http = HttpServer(server.application(), server.strangers)
     published: Path | None = None
     try:
-        await runner.setup()
         host, port = ("127.0.0.1", 0) if endpoint.url is None else (None, urlsplit(endpoint.url).port or 80)
         try:
-            await web.TCPSite(runner, host, port).start()
+            port = await http.start(host, port)
         except OSError as error:
             raise JobError(
                 Reason.CONFIGURATION,
@@ -778,12 +777,12 @@ async def _serve(resolved: ResolvedJob, index: int, shape: ModelShape) -> None:
             ) from None
         if endpoint.url is None and resolved.endpoints.directory is not None:
             published = resolved.endpoints.directory / f"{endpoint.name}.json"
-            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            url = f"http://127.0.0.1:{port}"
             EndpointFile(url=url, pid=os.getpid(), instance_id=server.instance_id).publish(published)
         await stop.wait()
     finally:
         if published is not None:
             published.unlink(missing_ok=True)
         await asyncio.to_thread(server.stop)
-        await runner.cleanup()
+        await http.close()
         await asyncio.to_thread(server.close)

@@ -36,15 +36,15 @@ class FramePlace(NamedTuple):
 
 
 class ObjectNames:
-    """Names of one run of one job. ValueError when an id cannot be a directory's name."""
+    """Names of one run of one job. TransportError when an id cannot be a directory's name."""
 
     def __init__(self, job_uid: str, run_id: str) -> None:
-        self.job_directory = _directory(job_uid)
-        self.run_directory = f"{self.job_directory}/{_directory(run_id)}"
+        self.job_directory = directory_name(job_uid)
+        self.run_directory = f"{self.job_directory}/{directory_name(run_id)}"
 
     def store_directory(self, store: str) -> str:
         """Where one store's objects are."""
-        return f"{self.run_directory}/{_directory(store)}"
+        return f"{self.run_directory}/{directory_name(store)}"
 
     def path(self, store: str, writer: str, number: int) -> str:
         """Path of an object."""
@@ -75,7 +75,11 @@ def is_object(path: str) -> bool:
     return path.endswith(OBJECT_SUFFIX)
 
 
-def _directory(name: str) -> str:
-    if name in {"", ".", ".."}:
-        raise ValueError(f"{name!r} is no name of a directory")
-    return quote(name, safe="")
+def directory_name(id: str) -> str:
+    """Make an id a name of a directory, whatever is in it. TransportError when that is impossible."""
+    if id in {"", ".", ".."}:
+        raise TransportError(
+            "failed",
+            f"{id!r} as id of a job, run or store cannot name a directory of records; use another id",
+        )
+    return quote(id, safe="")

@@ -91,13 +91,13 @@ class ObjectSink:
         The sink owns `filesystem` and closes it.
         """
         self._filesystem = filesystem
-        self._names = ObjectNames(job_uid, run_id)
         self._job_uid, self._run_id, self._store = job_uid, run_id, store
         self._batch_bytes, self._batch_seconds = batch_bytes, batch_seconds
         self._memory_bytes = _BATCHES_IN_MEMORY * batch_bytes if memory_bytes is None else memory_bytes
         # Numbers begin anew with every process; the writer's name keeps its objects apart from earlier ones.
         self._writer = secrets.token_hex(4)
         try:
+            self._names = ObjectNames(job_uid, run_id)
             filesystem.clean(self._names.store_directory(store))
         except TransportError:
             filesystem.close()

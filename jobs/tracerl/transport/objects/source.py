@@ -51,9 +51,13 @@ class ObjectSource:
     """
 
     def __init__(self, filesystem: FileSystem, *, job_uid: str, run_id: str, retention: Retention) -> None:
-        """The source owns `filesystem` and closes it; nothing is requested yet."""
+        """The source owns `filesystem` and closes it; nothing is requested yet. TransportError."""
         self._filesystem = filesystem
-        self._names = ObjectNames(job_uid, run_id)
+        try:
+            self._names = ObjectNames(job_uid, run_id)
+        except TransportError:
+            filesystem.close()
+            raise
         self._job_uid, self._run_id = job_uid, run_id
         self._deletes = retention is Retention.TRAINED
         self._objects: dict[str, dict[int, _Held]] = {}

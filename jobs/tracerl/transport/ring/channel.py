@@ -7,6 +7,7 @@ import math
 import os
 import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -39,11 +40,20 @@ class LostError(Exception):
         return TransportError("failed", str(self))
 
 
+class _LateError(TransportError):
+    """The store may still answer, and then to a question that nobody asks any more."""
+
+
 class Deadline:
     """When to give up, by the monotonic clock; never if made with None."""
 
     def __init__(self, seconds: float | None) -> None:
-        self._end = math.inf if seconds is None else time.monotonic() + seconds
+        self._start = time.monotonic()
+        self._end = math.inf if seconds is None else self._start + seconds
+
+    def elapsed(self) -> float:
+        """Seconds since this was made."""
+        return time.monotonic() - self._start
 
     def remaining(self) -> float:
         """Seconds from now, not negative; inf without an end."""
@@ -66,7 +76,8 @@ class Deadline:
 class Session:
     """One connection to one process of a store.
 
-    Requests take turns. What needs no answer may be sent between a request and its answer.
+    Requests take turns. What needs no answer may be sent between a request and its answer. A request whose
+    answer is late fails alone: the connection goes on, and the next request waits for that answer first.
     """
 
     def __init__(
@@ -84,32 +95,51 @@ class Session:
         self._asking = threading.Lock()
         self._sending = threading.Lock()
         self._lost = False
+        self._owed: Callable[[m.Message], None] | None = None
+        """Set while an answer is still to come that nobody waits for: what is to be done about it."""
 
     def tell(self, message: m.Message, deadline: Deadline) -> None:
         """Send what needs no answer. LostError; TransportError when the store does not take it in time."""
-        with self._sending:
+        with _held(self._sending, deadline, self.welcome.store):
             if self._lost:
                 raise LostError(self.welcome.store)
             _send(self._socket, message, deadline, self.welcome.store, self._nudge)
 
-    def ask(self, message: m.Message, kind: type[_Answer], deadline: Deadline) -> _Answer:
+    def ask(
+        self,
+        message: m.Message,
+        kind: type[_Answer],
+        deadline: Deadline,
+        late: Callable[[m.Message], None] | None = None,
+    ) -> _Answer:
         """Send a request and return its answer. LostError; TransportError when it is refused or late."""
-        with self.asking(message, kind, deadline) as (answer, _):
+        with self.asking(message, kind, deadline, late) as (answer, _):
             return answer
 
     @contextlib.contextmanager
     def asking(
-        self, message: m.Message, kind: type[_Answer], deadline: Deadline
+        self,
+        message: m.Message,
+        kind: type[_Answer],
+        deadline: Deadline,
+        late: Callable[[m.Message], None] | None = None,
     ) -> Iterator[tuple[_Answer, list[int]]]:
-        """Like `ask`; gives the descriptors that came with the answer too, and closes them at the end."""
-        with self._asking:
+        """Like `ask`; gives the descriptors that came with the answer too, and closes them at the end.
+
+        `late` is called with an answer that comes when this has failed already, to undo what was done.
+        """
+        with _held(self._asking, deadline, self.welcome.store):
+            self._receive_owed(deadline)
             self.tell(message, deadline)
             if self._nudge is not None:
                 self._nudge()
             try:
                 answer, files = _receive(self._socket, kind, deadline, self.welcome.store)
+            except _LateError:
+                self._owed = late or _ignore
+                raise
             except BaseException:
-                self.lose()  # an answer that came later would be taken for that of the next request
+                self.lose()  # nobody knows what would be received next
                 raise
         try:
             if isinstance(answer, m.Refused):
@@ -118,13 +148,44 @@ class Session:
         finally:
             _close_all(files)
 
+    def receive_late(self) -> None:
+        """Receive an answer that was late, if it is there by now. Does nothing when the connection ended."""
+        if self._owed is None:
+            return
+        with contextlib.suppress(LostError, TransportError), _held(self._asking, Deadline(0), ""):
+            self._receive_owed(Deadline(0))
+
+    def _receive_owed(self, deadline: Deadline) -> None:
+        """Receive the answer that came too late for its request: the store answers one after the other."""
+        if self._owed is None:
+            return
+        try:
+            answer, files = _receive_any(self._socket, deadline, self.welcome.store)
+        except _LateError:
+            raise
+        except BaseException:
+            self.lose()
+            raise
+        _close_all(files)
+        owed, self._owed = self._owed, None
+        owed(answer)
+
     def is_alive(self) -> bool:
-        """Whether the other end is open."""
+        """Whether the connection has not ended on either side until now.
+
+        The store closes its end before it lets go of what this client has pinned, and this side is marked
+        as lost before its end is shut down. So what was pinned was so at least until this returned True.
+        """
         if self._lost:
             return False
         poll = select.poll()
-        poll.register(self._socket, 0)
-        return not poll.poll(0)  # hang-ups and errors are always told
+        try:
+            poll.register(self._socket, 0)
+        except ValueError:  # closed by another thread
+            return False
+        # Hang-ups and errors are always told. If another thread has closed the socket meanwhile, that was
+        # about a file that has its number now.
+        return not poll.poll(0) and not self._lost
 
     def lose(self) -> None:
         """End the connection; who waits for an answer in another thread gets LostError."""
@@ -160,7 +221,7 @@ class Channel:
 
         TransportError ``failed`` when the store does not come back in time, else if it refuses this client.
         """
-        with self._lock:
+        with _held(self._lock, deadline, self._store):
             if self._session is not None and not self._session.is_alive():
                 self._session.close()
                 self._session = None
@@ -212,9 +273,14 @@ class Channel:
         connection.setblocking(False)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
         connection.connect(os.fspath(self._path))
+        _check_peer(connection, self._path.parent, self._store)
         _send(connection, self._hello, deadline, self._store)
-        # Even a put that must not wait may wait for this: whoever listens answers at once.
-        patience = Deadline(_GREETING_SECONDS)
+        # Even a put that must not wait may wait for this: whoever listens answers at once. A store that is
+        # stopped still has a queue for connections: trying again would only make it longer.
+        patience = Deadline(max(_GREETING_SECONDS, deadline.remaining()))
+        while not _wait(connection, select.POLLIN, Deadline(min(_LONGEST_PAUSE, patience.remaining()))):
+            if self._closed.is_set() or patience.passed():
+                raise _late(self._store)
         welcome, files = _receive(connection, m.Welcome, patience, self._store)
         try:
             if isinstance(welcome, m.Refused):
@@ -231,6 +297,20 @@ class Channel:
             ) from None
         finally:
             _close_all(files)
+
+
+def _check_peer(connection: socket.socket, directory: Path, store: str) -> None:
+    """Before the token is shown: TransportError when somebody else listens there than the store."""
+    _, uid, _ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    trusted = {0, os.geteuid()}
+    # Nobody but these can have put another directory in its place, so its owner made it.
+    if {directory.parent.stat().st_uid, directory.parent.lstat().st_uid} <= trusted:
+        trusted.add(directory.lstat().st_uid)
+    if uid not in trusted:
+        raise TransportError(
+            "permission",
+            f"user {uid} listens in {directory}, not {store}; remove that directory, or use another place",
+        )
 
 
 def _send(
@@ -259,8 +339,16 @@ def _send(
 def _receive(
     connection: socket.socket, kind: type[_Answer], deadline: Deadline, store: str
 ) -> tuple[_Answer | m.Refused, list[int]]:
+    answer, files = _receive_any(connection, deadline, store)
+    if not isinstance(answer, (kind, m.Refused)):
+        _close_all(files)
+        raise _no_answer(store, f"{type(answer).__name__}, which is no answer")
+    return answer, files
+
+
+def _receive_any(connection: socket.socket, deadline: Deadline, store: str) -> tuple[m.Message, list[int]]:
     if not _wait(connection, select.POLLIN, deadline):
-        raise TransportError("failed", f"{store} did not answer in time; see whether it is stopped")
+        raise _late(store)
     try:
         try:
             data, files = _receive_once(connection)
@@ -272,18 +360,40 @@ def _receive(
     try:
         if not data:
             raise LostError(store)
-        answer = m.decode(memoryview(data))
-        if not isinstance(answer, (kind, m.Refused)):
-            raise ProtocolError(f"{type(answer).__name__} is no answer")
+        return m.decode(memoryview(data)), files
     except ProtocolError as error:
         _close_all(files)
-        raise TransportError(
-            "failed", f"{store} answers with {error}; run the same version of tracerl on both sides"
-        ) from None
+        raise _no_answer(store, str(error)) from None
     except BaseException:
         _close_all(files)
         raise
-    return answer, files
+
+
+def _no_answer(store: str, what: str) -> TransportError:
+    return TransportError(
+        "failed", f"{store} answers with {what}; run the same version of tracerl on both sides"
+    )
+
+
+def _late(store: str) -> _LateError:
+    return _LateError("failed", f"{store} did not answer in time; see whether it is stopped")
+
+
+def _ignore(_answer: m.Message) -> None:
+    """Do nothing about a late answer."""
+
+
+@contextlib.contextmanager
+def _held(lock: threading.Lock, deadline: Deadline, store: str) -> Iterator[None]:
+    """Hold a lock. TransportError when other threads have it until the deadline."""
+    if not lock.acquire(timeout=min(deadline.remaining(), threading.TIMEOUT_MAX)):
+        raise TransportError(
+            "failed", f"{store} is still busy with what other threads ask; see whether it is stopped"
+        )
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _receive_once(connection: socket.socket) -> tuple[bytes, list[int]]:

@@ -19,29 +19,25 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Self, TypeVar
+from typing import NamedTuple, Self
 
 import numpy as np
 import xxhash
 
 from tracerl.api.frames import FrameKey, Handle, HandleError, parse_handle
-from tracerl.transport.base import Borrowed, Buffer, TransportError, Usage, Wanted
+from tracerl.transport.base import Borrowed, Buffer, LoanError, TransportError, Usage, Wanted
 from tracerl.transport.ring import messages as m
 from tracerl.transport.ring.channel import Channel, Deadline, LostError, Session
+from tracerl.transport.ring.control import Control, parts
 from tracerl.transport.ring.segments import ALIGNMENT, Commit
 
-_USAGE_SECONDS = 1.0
-"""How long `usage` waits for a store that is down: metrics ask for it, whose reader does not wait long."""
 _GRACE_SECONDS = 5.0
-"""How much later than its store a sink gives up waiting for a lease; and how long `release` waits for a store
-that is down, with which its frames are gone."""
+"""How much later than its store a sink gives up waiting for a lease."""
 _CHUNK = 1 << 18
 """Bytes that are copied and then hashed while they are in the second-level cache: a tenth faster in all."""
 _COMMIT_BYTES = 32
 """A commit without its name is not longer."""
 
-_Item = TypeVar("_Item")
-_Answer = TypeVar("_Answer", bound=m.Message)
 _Pieces = list[memoryview] | TransportError
 
 
@@ -61,7 +57,9 @@ class StoreSink:
         """
         self._store, self._job_uid, self._run_id, self._timeout = store, job_uid, run_id, timeout
         # Two connections, because a put may wait long for a lease.
-        self._control = Channel(path, m.Hello(job_uid, run_id, "control", token, name), store)
+        self._control = Control(
+            path, store=store, job_uid=job_uid, run_id=run_id, token=token, name=name, timeout=timeout
+        )
         self._producer = Channel(
             path, m.Hello(job_uid, run_id, "producer", token, name), store, self._control.nudge
         )
@@ -75,7 +73,7 @@ class StoreSink:
         try:
             deadline = Deadline(timeout)
             self._max_frame_bytes = self._producer.session(deadline).welcome.segment_bytes
-            self._control.session(deadline)
+            self._control.connect(deadline)
         except BaseException:
             self.close()
             raise
@@ -136,15 +134,15 @@ class StoreSink:
 
     def retain(self, handles: Iterable[Handle]) -> None:
         """Add a reference each. TransportError ``missing`` when one is gone; no reference is added then."""
-        _retain(self._control, handles, self._timeout)
+        self._control.retain(handles)
 
     def release(self, handles: Iterable[Handle]) -> None:
-        """Drop a reference each; releasing what is gone does nothing."""
-        _release(self._control, handles, self._timeout)
+        """Drop a reference each, later if the store cannot be reached now; what is gone does nothing."""
+        self._control.release(handles)
 
     def usage(self) -> Usage:
         """Count what the store holds; the counters are this sink's. TransportError."""
-        return replace(_usage(self._control), counters=dict(self._counters))
+        return replace(self._control.usage(), counters=dict(self._counters))
 
     def close(self) -> None:
         """End the lease and the connections; a put that waits in another thread fails."""
@@ -211,9 +209,13 @@ class StoreSink:
         if not self._has_room(nbytes):
             self._lease = None
             session = self._producer.session(deadline)
-            request = m.LeaseRequest(deadline.milliseconds(forever=m.FOREVER, most=m.FOREVER - 1))
+            request = m.LeaseRequest(
+                deadline.milliseconds(forever=m.FOREVER, most=m.FOREVER - 1),
+                min(m.FOREVER, int(1000 * deadline.elapsed())),
+            )
             leased = session.ask(request, m.Leased, deadline.later(_GRACE_SECONDS))
             self._lease, self._position = (session, leased), 0
+            self._control.catch_up()
             self._max_frame_bytes = session.welcome.segment_bytes
             if nbytes > self._max_frame_bytes:
                 raise TransportError(
@@ -244,7 +246,7 @@ class StoreSink:
         deadline: Deadline,
     ) -> None:
         """Make frames visible, and their handles results. LostError."""
-        for part in _parts(batch, m.MAX_MESSAGE // (_COMMIT_BYTES + m.MAX_NAME_BYTES)):
+        for part in parts(batch, m.MAX_MESSAGE // (_COMMIT_BYTES + m.MAX_NAME_BYTES)):
             made: Sequence[Handle | TransportError]
             try:
                 made = self._send_commits([commit for _, commit in part], deadline)
@@ -341,12 +343,18 @@ class StoreSource:
         forget and usage. `name` tells people who reads. TransportError.
         """
         self._store, self._timeout = store, timeout
+        # Of its own: only what reads frames may end the connection that holds their pins.
         self._channel = Channel(path, m.Hello(job_uid, run_id, "reader", token, name), store)
+        self._control = Control(
+            path, store=store, job_uid=job_uid, run_id=run_id, token=token, name=name, timeout=timeout
+        )
         self._lock = threading.Lock()
         self._borrowed: weakref.WeakSet[Borrowed] = weakref.WeakSet()
         self._counters: Counter[str] = Counter()
         try:
-            self._channel.session(Deadline(timeout))
+            deadline = Deadline(timeout)
+            self._channel.session(deadline)
+            self._control.connect(deadline)
         except BaseException:
             self.close()
             raise
@@ -362,61 +370,48 @@ class StoreSource:
                 session = self._channel.session(deadline)
                 try:
                     pieces = self._read(session, wanted, pins, deadline)
+                    if not session.is_alive():
+                        raise LostError(self._store)  # copies may have been made after the pins were gone
                 except BaseException:
-                    _unpin(session, pins, self._timeout)
+                    with contextlib.suppress(LostError):  # pins end with their connection
+                        _unpin(session, pins, self._timeout)
                     raise
             except LostError:
                 continue  # it may come back; the handles are then missing
             except TransportError as error:
                 return Borrowed([error] * len(wanted))
-            borrowed = Borrowed(pieces, partial(_unpin, session, pins, self._timeout))
+            borrowed = Borrowed(pieces, partial(_give_back, session, pins, self._timeout))
             with self._lock:
                 self._borrowed.add(borrowed)
+            self._control.catch_up()
             return borrowed
 
     def present(self, handles: Sequence[Handle]) -> list[bool]:
         """Tell which frames could be read now: none of a store that is down. TransportError."""
-        deadline = Deadline(self._timeout)
-        while True:
-            try:
-                session = self._channel.session(deadline)
-                known = dict(_seqs(session, handles))
-                present: set[int] = set()
-                for part in _parts(list(known), m.MAX_SEQS):
-                    answer = session.ask(m.Present(part), m.Presence, deadline)
-                    present |= {seq for seq, there in zip(part, answer.present, strict=True) if there}
-                there = {known[seq] for seq in present}
-                return [handle in there for handle in handles]
-            except LostError:
-                continue
-            except TransportError as error:
-                if error.fault != "failed":
-                    raise
-                return [False] * len(handles)
+        return self._control.present(handles)
 
     def retain(self, handles: Iterable[Handle]) -> None:
         """Add a reference each. TransportError ``missing`` when one is gone; no reference is added then."""
-        _retain(self._channel, handles, self._timeout)
+        self._control.retain(handles)
 
     def release(self, handles: Iterable[Handle]) -> None:
-        """Drop a reference each; releasing what is gone does nothing."""
-        _release(self._channel, handles, self._timeout)
+        """Drop a reference each, later if the store cannot be reached now; what is gone does nothing."""
+        self._control.release(handles)
 
     def forget(self, trajectories: Iterable[str]) -> None:
-        """Drop all references of the run's frames that were put under these trajectories until now."""
-        names = _parts(list(trajectories), m.MAX_MESSAGE // (2 + m.MAX_NAME_BYTES))
-        _tell(self._channel, lambda _: (m.Forget(part) for part in names), self._timeout)
+        """Drop all references of the run's frames that were put under these trajectories, like `release`."""
+        self._control.forget(trajectories)
 
     def start_run(self) -> None:
         """Make this source's run the only one: frames of others are dropped, now and when they come later.
 
         For the process that leads the run, before anything of it is put. TransportError.
         """
-        _ask(self._channel, m.StartRun(), m.Done, self._timeout)
+        self._control.start_run()
 
     def usage(self) -> Usage:
         """Count what the store holds; the counters are this source's. TransportError."""
-        usage = _usage(self._channel)
+        usage = self._control.usage()
         with self._lock:
             return replace(usage, counters=dict(self._counters))
 
@@ -428,6 +423,7 @@ class StoreSource:
             with contextlib.suppress(TransportError):  # arrays are in use
                 each.release()
         self._channel.close()
+        self._control.close()
 
     def _read(
         self, session: Session, wanted: Sequence[Wanted], pins: list[int], deadline: Deadline
@@ -445,8 +441,10 @@ class StoreSource:
                     _Frame(index, handle, seq, length, ((0, length),) if ranges is None else ranges)
                 )
         distant: list[_Frame] = []
-        for part in _parts(frames, m.MAX_PINS):
-            with session.asking(m.Pin([frame.seq for frame in part]), m.Pinned, deadline) as (answer, files):
+        for part in parts(frames, m.MAX_PINS):
+            seqs = [frame.seq for frame in part]
+            late = partial(_unpin_late, session, seqs, self._timeout)
+            with session.asking(m.Pin(seqs), m.Pinned, deadline, late) as (answer, files):
                 pinned = list(zip(part, answer.answers, strict=True))
                 pins += [frame.seq for frame, pin in pinned if pin.state < m.PinState.MISSING]
                 for frame, pin in pinned:
@@ -565,81 +563,38 @@ def _check_ranges(handle: Handle, ranges: Sequence[tuple[int, int]]) -> None:
             raise ValueError(f"{start}..{stop} is not a range of a frame of {length} bytes")
 
 
-def _parts(items: Sequence[_Item], most: int) -> list[list[_Item]]:
-    return [list(items[first : first + most]) for first in range(0, len(items), most)]
-
-
-def _seqs(session: Session, handles: Iterable[Handle]) -> list[tuple[int, Handle]]:
-    """Sequence numbers of the handles that are of this process of the store."""
-    seqs = []
-    for handle in handles:
-        with contextlib.suppress(TransportError):
-            seqs.append((m.find_frame(handle, session.welcome.store, session.welcome.instance)[0], handle))
-    return seqs
-
-
 def _unpin(session: Session, seqs: Sequence[int], timeout: float) -> None:
+    """LostError; TransportError, with all pins of the session gone, when the store does not take it."""
     try:
-        for part in _parts(seqs, m.MAX_SEQS):
+        for part in parts(seqs, m.MAX_SEQS):
             session.tell(m.Unpin(part), Deadline(timeout))
-    except LostError:
-        pass  # pins end with their connection
     except TransportError:
         session.lose()
         raise
 
 
-def _retain(channel: Channel, handles: Iterable[Handle], timeout: float) -> None:
-    handles = list(handles)
-    deadline = Deadline(timeout)
-    while True:
-        session = channel.session(deadline)
-        seqs = [m.find_frame(each, session.welcome.store, session.welcome.instance)[0] for each in handles]
-        done: list[int] = []
-        try:
-            for part in _parts(seqs, m.MAX_SEQS):
-                session.ask(m.Retain(part), m.Done, deadline)
-                done += part
-            return
-        except LostError:
-            continue  # if it comes back the frames are missing
-        except TransportError:
-            for part in _parts(done, m.MAX_SEQS):
-                session.tell(m.Release(part), deadline)
-            raise
+def _unpin_late(session: Session, seqs: Sequence[int], timeout: float, answer: m.Message) -> None:
+    """Undo a pin whose answer came when nobody waited for it any more."""
+    if isinstance(answer, m.Pinned):
+        pinned = [
+            seq for seq, pin in zip(seqs, answer.answers, strict=True) if pin.state < m.PinState.MISSING
+        ]
+        _unpin(session, pinned, timeout)
 
 
-def _release(channel: Channel, handles: Iterable[Handle], timeout: float) -> None:
-    handles = list(handles)
+def _give_back(session: Session, seqs: Sequence[int], timeout: float) -> None:
+    """End a loan of whose bytes nothing will be read any more. LoanError when they were not pinned until now.
 
-    def messages(session: Session) -> Iterator[m.Message]:
-        return (m.Release(part) for part in _parts([seq for seq, _ in _seqs(session, handles)], m.MAX_SEQS))
-
-    _tell(channel, messages, timeout)
-
-
-def _tell(channel: Channel, messages: Callable[[Session], Iterator[m.Message]], timeout: float) -> None:
-    """Send what is about frames that are gone anyway if the store is down."""
-    try:
-        session = channel.session(Deadline(_GRACE_SECONDS))
-    except TransportError as error:
-        if error.fault == "failed":
-            return
-        raise
-    with contextlib.suppress(LostError):
-        for message in messages(session):
-            session.tell(message, Deadline(timeout))
-
-
-def _ask(channel: Channel, message: m.Message, kind: type[_Answer], timeout: float) -> _Answer:
-    deadline = Deadline(timeout)
-    while True:
-        session = channel.session(deadline)
-        try:
-            return session.ask(message, kind, deadline)
-        except LostError:
-            continue
-
-
-def _usage(channel: Channel) -> Usage:
-    return _ask(channel, m.UsageRequest(), Usage, _USAGE_SECONDS)
+    Whether they were is looked at here, after the last read: see `Session.is_alive`.
+    """
+    if not seqs:
+        return
+    if session.is_alive():
+        # The bytes were right, whatever comes now; pins that are not given back end with the connection.
+        with contextlib.suppress(LostError, TransportError):
+            _unpin(session, seqs, timeout)
+        return
+    raise LoanError(
+        f"the connection to {session.welcome.store} was lost while its frames were borrowed: what was read "
+        "of them since may be wrong; read them again"
+    )

@@ -24,6 +24,8 @@ SOCKET = "socket"
 _MODE = 0o770
 _LOCK_ATTEMPTS = 100
 """Of 10 ms each, after which the lock is a living store's."""
+_MAKE_ATTEMPTS = 1_000
+"""How often reapers may win; a parent that is a link to nowhere always does."""
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -42,7 +44,7 @@ class RingDirectory:
         store has it, ``permission`` when it, or its parent, is another user's.
         """
         try:
-            while True:
+            for _ in range(_MAKE_ATTEMPTS):
                 try:
                     with contextlib.suppress(FileExistsError):
                         path.parent.mkdir(_MODE, parents=True)
@@ -68,6 +70,7 @@ class RingDirectory:
                     os.close(descriptor)
                     raise
                 os.close(descriptor)
+            raise TransportError("failed", f"{path} cannot be made: it is always gone at once; check it")
         except PermissionError as error:
             raise TransportError(
                 "permission", f"{path} cannot be made ({error.strerror}); let this user write there"
@@ -128,14 +131,24 @@ def reap(parent: Path) -> list[Path]:
 
     Then `parent` itself if it is empty. What is not this user's, or is no store's, is left alone.
     """
-    reaped: list[Path] = []
     try:
-        paths = sorted(parent.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return reaped
-    for path in paths:
+        directory = os.open(parent, _DIRECTORY)
+    except OSError:  # not there, a link, or another user's
+        return []
+    try:
+        # Whose it is may put links to anywhere into it, and other directories in the place of those seen.
+        reaped = _reap_all(directory) if os.fstat(directory).st_uid in _trusted() else []
+    finally:
+        os.close(directory)
+    _remove_empty(parent)
+    return [parent / name for name in reaped]
+
+
+def _reap_all(parent: int) -> list[str]:
+    reaped = []
+    for name in sorted(os.listdir(parent)):
         try:
-            descriptor = os.open(path, _DIRECTORY)
+            descriptor = os.open(name, _DIRECTORY, dir_fd=parent)
         except OSError:  # not a directory, another user's, or gone
             continue
         try:
@@ -143,14 +156,16 @@ def reap(parent: Path) -> list[Path]:
                 os.fstat(descriptor).st_uid == os.geteuid()
                 and set(os.listdir(descriptor)) <= {RING, SOCKET}  # noqa: PTH208  by descriptor
                 and _lock(descriptor)
-                and _same(path, descriptor)
+                and _same(name, descriptor, parent)
             ):
                 _clear(descriptor)
-                _remove_empty(path)
-                reaped.append(path)
+                with contextlib.suppress(OSError):  # not empty any more, or a mounted volume
+                    os.rmdir(name, dir_fd=parent)
+                reaped.append(name)
+        except OSError:  # never a reason to fail for who reaps: it may have no rights, or be no file of ours
+            continue
         finally:
             os.close(descriptor)
-    _remove_empty(parent)
     return reaped
 
 
@@ -171,19 +186,25 @@ def _lock_soon(descriptor: int) -> bool:
     return False
 
 
-def _same(path: Path, descriptor: int) -> bool:
+def _same(path: Path | str, descriptor: int, parent: int | None = None) -> bool:
     """Whether the path still leads to what was opened: who locks a removed directory has locked nothing."""
     try:
-        return os.path.samestat(path.lstat(), os.fstat(descriptor))
+        found = os.stat(path, dir_fd=parent, follow_symlinks=False)
     except FileNotFoundError:
         return False
+    return os.path.samestat(found, os.fstat(descriptor))
+
+
+def _trusted() -> set[int]:
+    """Users who may read and change what this one has anyway."""
+    return {0, os.geteuid()}
 
 
 def _check_owner(path: Path, descriptor: int) -> None:
-    # Whoever owns the parent could put another directory in this one's place.
-    parent = path.parent.stat()
-    mine = os.fstat(descriptor).st_uid == os.geteuid()
-    if not mine or (parent.st_uid not in {0, os.geteuid()} and not parent.st_mode & stat.S_ISVTX):
+    # Whoever owns the parent, sticky or not, or a link to it, could put another directory in this one's
+    # place: clients would show the token to a socket there.
+    parents = {path.parent.stat().st_uid, path.parent.lstat().st_uid}
+    if os.fstat(descriptor).st_uid != os.geteuid() or not parents <= _trusted():
         raise TransportError(
             "permission", f"{path} or its parent belongs to another user; remove it, or use another place"
         )

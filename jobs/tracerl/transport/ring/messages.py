@@ -14,10 +14,10 @@ The client speaks first, with Hello, which is answered by Welcome or Refused. Th
 | reader | Pin | Pinned, with descriptors of the local files that frames were spilled to |
 | reader | Fetch | Fetched with a descriptor |
 | reader | Unpin | nothing |
-| reader, control | Release, Forget | nothing |
-| reader, control | Retain, StartRun | Done or Refused |
-| reader, control | Present | Presence |
-| reader, control | UsageRequest | Usage |
+| control | Release, Forget | nothing |
+| control | Retain, StartRun | Done or Refused |
+| control | Present | Presence |
+| control | UsageRequest | Usage |
 
 A client has one request open at a time. After a violation the store sends Refused and closes the connection.
 """
@@ -80,9 +80,13 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class LeaseRequest:
-    """u32. Ends the lease that the producer has; waits at most so long for another, or FOREVER."""
+    """u32, u32. Ends the lease that the producer has; waits at most so long for another, or FOREVER.
+
+    `waited` is for people: how many milliseconds the frame has waited before.
+    """
 
     milliseconds: int
+    waited: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,7 +399,7 @@ def _named_rows(message: type, layout: str, make: Callable[..., Any], split: Cal
 _CODECS = (
     _json(Hello),
     _json(Welcome),
-    _row(LeaseRequest, "I"),
+    _row(LeaseRequest, "II"),
     _row(Leased, "IQ"),
     _named_rows(Commits, "QQQ", Commit, tuple),
     _numbers(Pin, "Q", MAX_PINS),

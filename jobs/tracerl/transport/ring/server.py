@@ -139,14 +139,13 @@ class _Connection:
     rest: asyncio.TimerHandle | None = None
     """Set while the socket is not watched."""
     waited: float = 0.0
-    """Seconds that the request for a lease may wait."""
+    """Seconds that a frame has waited when its request for a lease expires."""
 
 
-_OF_ALL = (m.Retain, m.Release, m.Present, m.Forget, m.StartRun, m.UsageRequest)
 _ALLOWED: Mapping[m.Role, tuple[type, ...]] = {
     "producer": (m.LeaseRequest, m.Commits),
-    "reader": (m.Pin, m.Unpin, m.Fetch, *_OF_ALL),
-    "control": (m.Nudge, *_OF_ALL),
+    "reader": (m.Pin, m.Unpin, m.Fetch),
+    "control": (m.Nudge, m.Retain, m.Release, m.Present, m.Forget, m.StartRun, m.UsageRequest),
 }
 _ONE_WAY = (m.Commits, m.Nudge, m.Unpin, m.Release, m.Forget)
 
@@ -418,6 +417,7 @@ class RingServer:
         if self._connections.pop(connection.number, None) is None:
             return
         self._loop.remove_reader(connection.socket)
+        # Before its pins go: a reader that finds its connection open knows that it still has them.
         connection.socket.close()
         if connection.timer is not None:
             connection.timer.cancel()
@@ -457,8 +457,8 @@ class RingServer:
                     self._loop.remove_reader(connection.socket)
                     connection.rest = self._loop.call_later(_REST_SECONDS, self._watch, connection)
                 return
-            case m.LeaseRequest(milliseconds):
-                self._lease(connection, milliseconds)
+            case m.LeaseRequest(milliseconds, waited):
+                self._lease(connection, milliseconds, waited)
             case m.Nudge():
                 self._drain()
             case m.Pin(seqs):
@@ -513,20 +513,20 @@ class RingServer:
         welcome = m.Welcome(self.store, self.instance, self._segments.segment_bytes, self._count)
         self._send(connection, welcome, descriptors)
 
-    def _lease(self, connection: _Connection, milliseconds: int) -> None:
+    def _lease(self, connection: _Connection, milliseconds: int, waited: int) -> None:
         # Its old segment may be the one that it gets, so it must not hold that while it waits.
         self._segments.end_lease(connection.number)
         self._waiting.append(connection)
         self._grant()
         if connection not in self._waiting:
             return
-        connection.waited = milliseconds / 1000
+        connection.waited = (waited + milliseconds) / 1000
         if milliseconds == 0:
             self._expire(connection)
             return
         self._counters["lease_waits"] += 1
         if milliseconds != m.FOREVER:
-            connection.timer = self._loop.call_later(connection.waited, self._expire, connection)
+            connection.timer = self._loop.call_later(milliseconds / 1000, self._expire, connection)
 
     def _grant(self) -> None:
         while self._waiting and self._segments.free:
@@ -543,13 +543,14 @@ class RingServer:
         connection.timer = None
         self._counters["lease_timeouts"] += 1
         counts = self._segments.counts()
+        waited = round(connection.waited, 1)
         self._send(
             connection,
             m.Refused(
                 "full",
-                f"the ring of {self.store} ({len(self._ring) >> 20} MiB) had no room for "
-                f"{connection.waited:g} s: its {self._count} segments hold {counts.frames['ring']} "
-                f"frames, {counts.live_bytes >> 20} MiB, that are not released; raise "
+                f"the ring of {self.store} ({_size(len(self._ring))}) had no room"
+                f"{f' for {waited:g} s' if waited else ''}: its {self._count} segments hold "
+                f"{counts.frames['ring']} frames, {_size(counts.live_bytes)}, that are not released; raise "
                 "spec.transport.ring.size, or set spec.transport.spillPath",
             ),
         )
@@ -799,6 +800,11 @@ class LocalReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _size(nbytes: int) -> str:
+    """Bytes for people."""
+    return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
 
 
 def _memory_file(pieces: Iterable[memoryview | bytes]) -> int:

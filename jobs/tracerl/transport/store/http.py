@@ -21,6 +21,8 @@ path            body                                          answer
 is ``{"error": {"message": one sentence, "fault": as of TransportError}}``, with status 400 for a body that is
 not as above, 401 without the token, 413 for too long a body.
 
+Bodies are not compressed. A connection whose first request with the token takes longer than 10 s is ended.
+
 A list is of frames of all runs and tiers, a page at a time until ``next`` is null: of all that the store held
 at the first page, but for what was released meanwhile. It keeps nothing: what it names may be gone already.
 """
@@ -42,6 +44,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tracerl.api.frames import Handle, HandleError, parse_handle
 from tracerl.transport.base import Fault, TransportError
+from tracerl.transport.listen import Strangers
 from tracerl.transport.ring.segments import Location
 from tracerl.transport.ring.server import LocalReader, RingServer
 from tracerl.transport.store import wire
@@ -132,6 +135,7 @@ class StoreServer:
         self._authorization = f"Bearer {token}".encode()
         self._slots = asyncio.Semaphore(_READS)
         self._seen: OrderedDict[str, None] = OrderedDict()
+        self.strangers = Strangers()
         self.refused: Counter[str] = Counter()
         """Requests that were refused, by reason: token or protocol."""
 
@@ -158,6 +162,8 @@ class StoreServer:
             if request.path != "/health" and not hmac.compare_digest(given, self._authorization):
                 message = "the bearer token is missing or wrong; use the token file of this run"
                 raise _RefusedError(401, message, "foreign", "token")
+            if request.path != "/health":
+                self.strangers.admit(request)
             response = await handler(request)
         except _RefusedError as error:
             self.refused[error.reason] += 1

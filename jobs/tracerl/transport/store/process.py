@@ -8,16 +8,15 @@ import os
 import signal
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Final
 from urllib.parse import urlsplit
 
-from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from tracerl.api.constants import Reason
 from tracerl.api.errors import JobError
 from tracerl.api.job import Spill, quantity_bytes
 from tracerl.api.resolved import EndpointFile, ResolvedJob
+from tracerl.transport.listen import HttpServer, raise_open_files
 from tracerl.transport.places import open_objects
 from tracerl.transport.ring.server import RingServer
 from tracerl.transport.store.http import StoreServer
@@ -25,8 +24,6 @@ from tracerl.transport.store.metrics import StoreMetrics
 from tracerl.transport.store.spill import ObjectTier, SpillDirectory
 
 _log = logging.getLogger(__name__)
-
-_SHUTDOWN_SECONDS: Final = 1.0
 
 
 def serve(resolved: ResolvedJob, name: str) -> None:
@@ -38,6 +35,7 @@ def serve(resolved: ResolvedJob, name: str) -> None:
     TransportError when there is no room for the ring or a place cannot be used, and JobError when the port is
     taken.
     """
+    raise_open_files()
     asyncio.run(_serve(resolved, name))
 
 
@@ -47,11 +45,10 @@ async def _serve(resolved: ResolvedJob, name: str) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     transport, token = resolved.job.spec.transport, resolved.token()
     async with AsyncExitStack() as stack:
-        directory = _spill_directory(resolved, name)
-        objects = None
-        if transport.spill is Spill.OBJECT_STORE:
-            objects = ObjectTier(open_objects(resolved), job_uid=resolved.job_uid, store=name)
+        directory, objects = _spill_directory(resolved, name), None
         try:
+            if transport.spill is Spill.OBJECT_STORE:
+                objects = ObjectTier(open_objects(resolved), job_uid=resolved.job_uid, store=name)
             ring = RingServer(
                 resolved.store_place(name).directory,
                 store=name,
@@ -65,11 +62,12 @@ async def _serve(resolved: ResolvedJob, name: str) -> None:
                 directory.close()
             raise
         stack.push_async_callback(ring.close)
-        if objects is not None:
-            # The ring's directory is locked by now: no other store of this name has objects there.
-            await objects.open()
         await ring.start()
         await _listen(stack, ring, resolved, name, token)
+        if objects is not None:
+            # After all else, for whoever waits for this store need not wait for the object store. The ring's
+            # directory is locked by now: no other store of this name has objects there.
+            await objects.open()
         _log.info("%s serves a ring of %d MiB", name, ring.usage().capacity_bytes >> 20)
         await stop.wait()
 
@@ -90,21 +88,18 @@ async def _listen(
     registry = CollectorRegistry()
     server = StoreServer(ring, token=token, registry=registry)
     registry.register(StoreMetrics(ring, server))
-    runner = web.AppRunner(
-        server.application(), handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS
-    )
-    stack.push_async_callback(runner.cleanup)
-    await runner.setup()
+    http = HttpServer(server.application(), server.strangers)
+    stack.push_async_callback(http.close)
     [endpoint] = [endpoint for endpoint in resolved.endpoints.store if endpoint.name == name]
     host, port = ("127.0.0.1", 0) if endpoint.url is None else (None, urlsplit(endpoint.url).port or 80)
     try:
-        await web.TCPSite(runner, host, port).start()
+        port = await http.start(host, port)
     except OSError as error:
         raise JobError(
             Reason.CONFIGURATION, f"{name} cannot listen on port {port} ({error.strerror}); free it"
         ) from None
     if endpoint.url is None and resolved.endpoints.directory is not None:
         published = resolved.endpoints.directory / f"{name}.json"
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        url = f"http://127.0.0.1:{port}"
         EndpointFile(url=url, pid=os.getpid(), instance_id=ring.instance).publish(published)
         stack.callback(published.unlink, missing_ok=True)

@@ -23,11 +23,13 @@ from urllib.parse import quote
 
 from tracerl.transport.base import Fault, TransportError
 from tracerl.transport.objects.filesystem import FileSystem, Span
+from tracerl.transport.objects.names import directory_name
 from tracerl.transport.ring.segments import LiveFrame, Location
 
 _log = logging.getLogger(__name__)
 
 _PREFIX: Final = "tracerl-spill-"
+_NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _IOV_MAX: Final = 1_024
 """Most buffers that Linux takes in one call."""
 _OPEN_FILES: Final = 256
@@ -56,7 +58,8 @@ class SpillDirectory:
         try:
             parent.mkdir(parents=True, exist_ok=True)
             remove_leftovers(parent)
-            self.directory, self._lock = _make_locked(parent, f"{_PREFIX}{job_uid[:12]}-{store}-")
+            name = f"{_PREFIX}{quote(job_uid[:12], safe='')}-{quote(store, safe='')}-"
+            self.directory, self._lock = _make_locked(parent, name)
         except OSError as error:
             raise TransportError(
                 _fault(error),
@@ -95,7 +98,7 @@ class SpillDirectory:
             raise TransportError(
                 _fault(error),
                 f"{self.directory}: {size >> 10} KiB of records could not be written ({error.strerror}); "
-                "free space there, or set spec.transport.spillLimit below what there is",
+                f"{_remedy(error)}",
             ) from None
         self._files[name] = [len(frames), size]
         places, offset = {}, 0
@@ -139,8 +142,7 @@ class SpillDirectory:
         except OSError as error:
             raise TransportError(
                 "failed",
-                f"{self.directory / str(location.place)} cannot be read ({error.strerror}); look at the "
-                "disk, and keep everything else from changing files of a running job",
+                f"{self.directory / str(location.place)} cannot be read ({error.strerror}); {_remedy(error)}",
             ) from None
 
     def _file(self, location: Location) -> int:
@@ -171,12 +173,16 @@ class ObjectTier:
     name: Final = "object"
 
     def __init__(self, files: FileSystem, *, job_uid: str, store: str) -> None:
-        """Take over the filesystem. Nothing is requested before `open`."""
+        """Take over the filesystem; nothing is requested yet. TransportError when an id is of no use."""
         self._files = files
-        self._job_directory = quote(job_uid, safe="")
-        self._directory = f"{self._job_directory}/spill/{quote(store, safe='')}"
+        try:
+            self._job_directory = directory_name(job_uid)
+            self._directory = f"{self._job_directory}/spill/{directory_name(store)}"
+        except TransportError:
+            files.close()
+            raise
         # A killed store's last upload may still arrive after this one started.
-        self._prefix = f"{self._directory}/{secrets.token_hex(4)}"
+        self._own = f"{self._directory}/{secrets.token_hex(4)}"
         self._objects: dict[int | str, int] = {}
         """By path: live frames."""
         self._doomed: set[str] = set()
@@ -186,9 +192,12 @@ class ObjectTier:
         self._next = 0
 
     async def open(self) -> None:
-        """Remove what a killed store of this name left. TransportError when the place is of no use."""
+        """Remove what a killed store of this name left, at any time after a start.
+
+        TransportError when the place is of no use.
+        """
         try:
-            await asyncio.to_thread(self._remove_all, _OPEN_SECONDS)
+            await asyncio.to_thread(self._remove_all, _OPEN_SECONDS, self._own)
         except TransportError as error:
             if error.fault in {"permission", "missing"}:
                 raise
@@ -200,10 +209,10 @@ class ObjectTier:
 
         Needs as much memory again as the frames have.
         """
-        path, self._next = f"{self._prefix}-{self._next}", self._next + 1
+        path, self._next = f"{self._own}/{self._next}", self._next + 1
         try:
-            data = b"".join(view for _, view in frames)
-            await asyncio.to_thread(self._files.write, path, data)
+            # On a thread, which lets the event loop go on while it copies.
+            await asyncio.to_thread(self._write, path, [view for _, view in frames])
         except BaseException:
             # An upload whose answer was lost, or that nobody waits for, may be there nevertheless.
             self._doomed.add(path)
@@ -214,6 +223,9 @@ class ObjectTier:
             places[frame.seq] = Location("object", path, offset, len(view))
             offset += len(view)
         return places
+
+    def _write(self, path: str, views: Sequence[memoryview]) -> None:
+        self._files.write(path, b"".join(views))
 
     def descriptor(self, location: Location) -> None:
         """There is no file: `read`."""
@@ -274,10 +286,13 @@ class ObjectTier:
             _log.warning("objects of %s are left: %s", self._directory, error)
         self._files.close()
 
-    def _remove_all(self, timeout: float | None) -> None:
-        found = self._files.entries(self._directory, timeout=timeout)
-        self._files.delete([entry.path for entry in found], timeout=timeout)
-        self._files.clean(self._directory, timeout=timeout)
+    def _remove_all(self, timeout: float, keep: str | None = None) -> None:
+        """Remove everything of stores of this name, but for what is below `keep`."""
+        kept = None if keep is None else f"{keep}/"
+        paths = [path for path, _ in self._files.entries(self._directory, timeout=timeout)]
+        dead = [path for path in paths if kept is None or not path.startswith(kept)]
+        self._files.delete(dead, timeout=timeout)
+        self._files.clean(self._directory, keep=keep, timeout=timeout)
         self._files.remove_empty_directories(self._job_directory)
 
 
@@ -380,6 +395,14 @@ def _read(descriptor: int, start: int, stop: int) -> bytes:
 
 
 def _fault(error: OSError) -> Fault:
-    if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+    if error.errno in _NO_SPACE:
         return "full"
     return "permission" if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS} else "failed"
+
+
+def _remedy(error: OSError) -> str:
+    if error.errno in _NO_SPACE:
+        return "free space there, or set spec.transport.spillLimit below what there is"
+    if error.errno in {errno.EMFILE, errno.ENFILE}:
+        return "let the store have more files open (ulimit -Hn)"
+    return "look at the disk, and keep everything else from changing files of a running job"
