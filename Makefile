@@ -26,7 +26,7 @@ install: $(filter .cache/uv/bin/uv,$(UV)) ## Environment in .venv/ (PyTorch and 
 	@$(UV) sync --frozen --quiet $(EXTRAS)
 
 .PHONY: canary
-canary: install ## Train a tiny MoE with TRACE on this machine, about 5 minutes; ends with a table and report.html
+canary: install ## Train a tiny MoE with TRACE on this machine, two to three minutes; ends with a table and report.html
 	$(RUN) tracerl run jobs/examples/canary.yaml --out runs/canary-$$(date +%Y%m%d-%H%M%S)
 
 .PHONY: test

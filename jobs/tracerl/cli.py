@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from tracerl.api.errors import Fault
+    from tracerl.api.job import TraceRLJob
     from tracerl.observe.run import Ending
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2
@@ -166,8 +168,14 @@ def _report_run(directory: Path, *, quiet: bool) -> None:
 def _print_table(table: RenderableType) -> None:
     from rich.console import Console
 
-    # A table that is read by a program or from a file must not be cut at 80 columns.
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    if sys.stdout.isatty():
+        Console().print(table)
+        return
+    # A table that is read by a program or from a file must not be cut at 80 columns, nor filled up to them.
+    console = Console(width=200)
+    with console.capture() as captured:
+        console.print(table)
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 def _validate(options: argparse.Namespace) -> int:
@@ -180,15 +188,42 @@ def _validate(options: argparse.Namespace) -> int:
         job = load_job(options.job, options.set)
     except InputError as error:
         if options.format == "json":
-            faults = [{"path": f.path, "problem": f.problem, "remedy": f.remedy} for f in error.faults]
-            print(json.dumps({"valid": False, "message": str(error), "faults": faults}, indent=2))
+            said = {"valid": False, "message": str(error), "faults": _documents(error.faults)}
+            print(json.dumps(said, indent=2))
             return BAD_INPUT
         raise
+    elsewhere = _faults_here(options, job)
     if options.format == "json":
-        print(json.dumps({"valid": True, "faults": []}, indent=2))
+        print(json.dumps({"valid": True, "faults": [], "notHere": _documents(elsewhere)}, indent=2))
     else:
         print(f"{options.job} is valid: job {job.metadata.name}, method {job.spec.method.name}")
+        if elsewhere:
+            print("tracerl run on this machine would refuse it:")
+            print("\n".join(f"  {fault}" for fault in elsewhere))
     return DONE
+
+
+def _faults_here(options: argparse.Namespace, job: TraceRLJob) -> list[Fault]:
+    """What keeps a valid job from running on this machine, as it is and without an --out."""
+    from tracerl.api.errors import Fault, InputError
+    from tracerl.api.load import load_job
+    from tracerl.api.machine import Machine
+
+    faults: list[Fault] = []
+    try:
+        load_job(options.job, options.set, machine=Machine.here())
+    except InputError as error:
+        faults += error.faults
+    uri = job.spec.output.uri
+    if uri is not None and not uri.startswith("file://"):
+        faults.append(
+            Fault("spec.output.uri", f"is {uri}, not on this machine", "give a directory with --out")
+        )
+    return faults
+
+
+def _documents(faults: Sequence[Fault]) -> list[dict[str, str]]:
+    return [{"path": fault.path, "problem": fault.problem, "remedy": fault.remedy} for fault in faults]
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -275,7 +310,7 @@ def _inspect(options: argparse.Namespace) -> int:
     from tracerl.transport.find import find_frames
 
     frames = rows = size = damaged = released = 0
-    for frame in inspect_frames(find_frames(options.places)):
+    for frame in inspect_frames(find_frames(options.places, endpoint_url=options.endpoint_url)):
         if frame.get("reason") == RELEASED:
             released += 1
             continue
@@ -312,7 +347,7 @@ def _verify(options: argparse.Namespace) -> int:
     from tracerl.records.inspect import verify_frames
     from tracerl.transport.find import find_frames
 
-    result = verify_frames(find_frames(options.places))
+    result = verify_frames(find_frames(options.places, endpoint_url=options.endpoint_url))
     for path, reason, message in result.messages:
         print(f"{path}: damaged ({reason}): {message}")
     print(
@@ -325,15 +360,25 @@ def _verify(options: argparse.Namespace) -> int:
 def _doctor(options: argparse.Namespace) -> int:
     from tracerl.api.errors import InputError
     from tracerl.api.load import load_job
-    from tracerl.runtime.doctor import examine
+    from tracerl.runtime.doctor import Check, examine
 
     if options.job is None and options.set:
         raise InputError("--set changes a manifest, and none is given; write tracerl doctor JOB.yaml --set …")
-    job = None if options.job is None else load_job(options.job, options.set)
+    job = wrong = None
+    try:
+        job = None if options.job is None else load_job(options.job, options.set)
+    except InputError as error:
+        if not error.faults:  # no manifest at all
+            raise
+        wrong = error
     missing = False
     for check in examine(job):
         print(check, flush=True)
         missing = missing or (check.needed and not check.ok)
+    if wrong is not None:
+        found = "not valid, so ring, spill directory and object store of its records were not tried"
+        print(Check("job", False, found, "correct the faults below"), flush=True)
+        raise wrong
     return FAILED if missing else DONE
 
 
@@ -400,12 +445,6 @@ def _bandwidth(text: str) -> int:
     return value
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
 def _parser() -> _Parser:
     parser = _Parser(
         prog="tracerl",
@@ -439,9 +478,9 @@ def _parser() -> _Parser:
     text = "config.json of the model, or a known model's name; by default spec.model.uri"
     plan.add_argument("--model", metavar="PATH|NAME", help=text)
     text = "mean tokens of a prompt; by default spec.algorithm.maxPromptTokens"
-    plan.add_argument("--prompt-tokens", type=_count, metavar="N", help=text)
+    plan.add_argument("--prompt-tokens", type=_number, metavar="N", help=text)
     text = "mean tokens of a response; by default spec.algorithm.maxResponseTokens"
-    plan.add_argument("--response-tokens", type=_count, metavar="N", help=text)
+    plan.add_argument("--response-tokens", type=_number, metavar="N", help=text)
     plan.add_argument(
         "--tokens-per-second", type=_number, metavar="N", help="tokens that all rollouts generate"
     )
@@ -466,6 +505,8 @@ def _parser() -> _Parser:
         made = verbs.add_parser(name, help=text, description=text, parents=[common])
         text = "frames (*.trec), objects of them (*.trecs), directories, or the directory of a living run"
         made.add_argument("places", nargs="+", metavar="PATH|URL", help=text)
+        text = "S3-compatible store of s3:// places; by default AWS_ENDPOINT_URL, else AWS"
+        made.add_argument("--endpoint-url", metavar="URL", help=text)
         made.set_defaults(command=command)
         return made
 

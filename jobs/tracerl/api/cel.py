@@ -290,7 +290,8 @@ CEL: tuple[Cel, ...] = (
         "colocated-nodes",
         "spec",
         "self.placement.colocation == 'None' || self.rollout.nodes == self.trainer.nodes",
-        "is not rollout.nodes, but colocation Pod or Node pairs them; write as many, or colocation: None",
+        "is not rollout.nodes, but colocation Pod or Node pairs them; write as many, and as many ranks in "
+        "trainer.parallelism.data, or placement.colocation: None",
         ".trainer.nodes",
     ),
     *(
@@ -464,6 +465,14 @@ CEL: tuple[Cel, ...] = (
         "spec.transport.object",
         "!has(self.endpointUrl) || self.endpointUrl.matches('^https?://')",
         "is not an http or https URL; write for example http://minio:9000",
+        ".endpointUrl",
+    ),
+    Cel(
+        "object-store-url",
+        "spec.transport.object",
+        "!has(self.endpointUrl) || !self.endpointUrl.matches('^[^/]*//[^/?#]*@')",
+        "holds a user name or a password, which everybody could read with the job; write the URL without, "
+        "and give credentials by secretName",
         ".endpointUrl",
     ),
     Cel(

@@ -274,7 +274,7 @@ METRICS: tuple[MetricSpec, ...] = (
         "counter",
         "bytes",
         ("path",),
-        "Frame bytes read by where they were: ring, spill, http, object.",
+        "Frame bytes read by where they were (ring, spill, http, object), also ahead for later steps.",
         _TRAINER,
     ),
     MetricSpec(

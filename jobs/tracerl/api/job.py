@@ -190,6 +190,8 @@ CodeBits = Annotated[Literal[0, 1, 2, 4], BeforeValidator(_integer)]
 ScaleBits = Annotated[Literal[0, 1, 2, 3, 8], BeforeValidator(_integer)]
 
 INT32_MAX = 2**31 - 1
+UID_PATTERN = r"^[A-Za-z0-9]([-A-Za-z0-9]*[A-Za-z0-9])?$"
+"""A job's UID names directories."""
 
 
 class Model(BaseModel):
@@ -215,7 +217,8 @@ class ModelSource(Model):
 
     uri: str = field(
         doc="Where the model is: builtin://NAME, hf://ORG/NAME, s3://…, file://… or pvc://CLAIM/PATH. A "
-        "directory holds Hugging Face's config.json and *.safetensors.",
+        "directory holds Hugging Face's config.json and *.safetensors. In every URL of a job the path behind "
+        "file:// is taken as it stands: a space is a space and not %20.",
         example="builtin://tiny-moe",
         min_length=1,
         max_length=1024,
@@ -892,7 +895,10 @@ class Metadata(Model):
         doc="A name for the job: lower-case letters, digits and dashes, at most 50.", example="canary"
     )
     namespace: str | None = None
-    uid: str | None = None
+    uid: Annotated[str, Field(max_length=64, pattern=UID_PATTERN)] | None = field(
+        None,
+        doc="Letters, digits and dashes, at most 64.",
+    )
     generation: int | None = None
     labels: dict[str, str] = Field(default_factory=dict)
     annotations: dict[str, str] = Field(default_factory=dict)

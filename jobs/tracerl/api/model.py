@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
-from urllib.parse import unquote
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -210,8 +209,8 @@ def model_shape(uri: str) -> ModelShape | None:
 
 
 def file_path(uri: str) -> Path:
-    """The path of a `file://` URL."""
-    return Path(unquote(uri.removeprefix("file://")))
+    """The path of a `file://` URL, as it stands: fsspec, which reads the others, takes no %20 for a space."""
+    return Path(uri.removeprefix("file://"))
 
 
 def read_config(place: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import yaml
 from pydantic import Field, ValidationError
 
 from tracerl.api.errors import InputError
-from tracerl.api.job import Model, TraceRLJob
+from tracerl.api.job import UID_PATTERN, Model, TraceRLJob
 
 
 class Endpoint(Model):
@@ -49,7 +49,7 @@ class ResolvedJob(Model):
     """The job with every default filled in, and what only the one who starts it knows. Paths are absolute."""
 
     job: TraceRLJob
-    job_uid: Annotated[str, Field(min_length=1, max_length=64)]
+    job_uid: Annotated[str, Field(max_length=64, pattern=UID_PATTERN)]
     """UID of the resource on a cluster, random on one machine; the same for every resumption of a run."""
     run_dir: Path
     """Checkpoints, logs and metrics and, on one machine, everything in `RunLayout`."""
@@ -69,7 +69,8 @@ class ResolvedJob(Model):
     @property
     def records_uri(self) -> str:
         """Directory that frames are put into, as an fsspec URL."""
-        return self.job.spec.transport.object.uri or self.layout.records.as_uri()
+        # fsspec takes the path behind file:// as it stands: %20 would be no space.
+        return self.job.spec.transport.object.uri or f"file://{self.layout.records}"
 
     def node(self, name: str) -> str | None:
         """Node of a process by its name; KeyError when the job has no such process."""

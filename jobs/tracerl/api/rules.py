@@ -195,6 +195,30 @@ def local_sources(facts: Facts) -> Iterator[Fault]:
         yield Fault("spec.model.uri", "is a volume claim, which only a cluster has", "write file:///PATH")
 
 
+@_rule(
+    Level.START,
+    "spec.placement.fabric",
+    "spec.placement.topology.required",
+    "spec.placement.topology.preferred",
+    "spec.placement.queue",
+)
+def local_placement(facts: Facts) -> Iterator[Fault]:
+    """One machine has no fabric, no topology and no queue."""
+    if facts.machine is None:
+        return
+    placement = facts.spec.placement
+    if placement.fabric is Fabric.COMPUTE_DOMAIN:
+        problem = "is ComputeDomain, which only a cluster has"
+        yield Fault("spec.placement.fabric", problem, "write Auto")
+    for path, value in (
+        ("topology.required", placement.topology.required),
+        ("topology.preferred", placement.topology.preferred),
+        ("queue", placement.queue),
+    ):
+        if value is not None:
+            yield Fault(f"spec.placement.{path}", "is there on a cluster only", "remove it")
+
+
 @_rule(Level.START, "spec.task.uri", "spec.task.source.uri")
 def task_files_exist(facts: Facts) -> Iterator[Fault]:
     """What a task reads from this machine exists."""
@@ -320,7 +344,7 @@ def recorded_second_input(facts: Facts) -> Iterator[Fault]:
         return
     if facts.spec.method.name is not MethodName.TRACE:
         problem = f"is Recorded, but method {facts.spec.method.name} records nothing"
-        yield Fault("spec.quantization.secondInput", problem, "write RTN, or method.name: TRACE")
+        yield Fault("spec.quantization.secondInput", problem, "write RTN, or spec.method.name: TRACE")
     if Target.ROUTED_EXPERTS not in quantization.targets:
         problem = "is Recorded, but the experts are not quantised"
         yield Fault("spec.quantization.secondInput", problem, "write RTN, or add RoutedExperts to targets")
@@ -360,7 +384,9 @@ def blocks_divide(facts: Facts) -> Iterator[Fault]:
                 f"the model's {name} {size}"
             )
             remedy = (
-                "write NVFP4" if block == 32 and size % 16 == 0 else "use another model, or method.name: BF16"
+                "write NVFP4"
+                if block == 32 and size % 16 == 0
+                else "use another model, or spec.method.name: BF16"
             )
             yield Fault("spec.quantization.format", problem, remedy)
 
@@ -371,7 +397,7 @@ def trace_block(facts: Facts) -> Iterator[Fault]:
     method = facts.spec.method
     if method.name is not MethodName.TRACE and method.trace is not None:
         problem = f"is set, but the method is {method.name}"
-        yield Fault("spec.method.trace", problem, "remove it, or write method.name: TRACE")
+        yield Fault("spec.method.trace", problem, "remove it, or write spec.method.name: TRACE")
 
 
 @_rule(Level.API, "spec.method.trace.codeBits", "spec.method.trace.scaleBits")
@@ -379,7 +405,7 @@ def trace_records_something(facts: Facts) -> Iterator[Fault]:
     """TRACE records at least one bit."""
     trace = facts.spec.method.trace
     if trace is not None and trace.code_bits == 0 and trace.scale_bits == 0:
-        remedy = "write codeBits: 1 and scaleBits: 3, or method.name: QAT"
+        remedy = "write codeBits: 1 and scaleBits: 3, or spec.method.name: QAT"
         yield Fault("spec.method.trace", "records nothing with codeBits 0 and scaleBits 0", remedy)
 
 
@@ -433,7 +459,7 @@ def records_need_method(facts: Facts) -> Iterator[Fault]:
         yield Fault("spec.records.auditEvery", "has no codes to audit under method BF16", "write 0")
     if spec.observe.baseline_every and spec.method.name is not MethodName.TRACE:
         problem = f"compares with and without records, but method {spec.method.name} has none"
-        yield Fault("spec.observe.baselineEvery", problem, "write 0, or method.name: TRACE")
+        yield Fault("spec.observe.baselineEvery", problem, "write 0, or spec.method.name: TRACE")
 
 
 # -- machines ---------------------------------------------------------------------------------------------
@@ -447,10 +473,10 @@ def native_numerics(facts: Facts) -> Iterator[Fault]:
         return
     if rollout.engine is RolloutEngine.REFERENCE:
         problem = "is Native, but the Reference engine has no FP4 kernels"
-        yield Fault("spec.rollout.numerics", problem, "write Emulated, or rollout.engine: SGLang")
+        yield Fault("spec.rollout.numerics", problem, "write Emulated, or spec.rollout.engine: SGLang")
     if rollout.gpus_per_node == 0:
         problem = "is Native, but the rollout has no GPU"
-        yield Fault("spec.rollout.numerics", problem, "write Emulated, or rollout.gpusPerNode: 4")
+        yield Fault("spec.rollout.numerics", problem, "write Emulated, or spec.rollout.gpusPerNode: 4")
 
 
 @_rule(Level.VALIDATE, "spec.rollout.engineArgs", "spec.trainer.engineArgs")
@@ -510,12 +536,13 @@ def trainer_parallelism(facts: Facts) -> Iterator[Fault]:
 @_rule(Level.API, "spec.trainer.nodes", "spec.trainer.gpusPerNode", "spec.trainer.parallelism")
 def ranks_on_every_node(facts: Facts) -> Iterator[Fault]:
     """Without GPUs too, every trainer node has as many ranks as the others."""
-    trainer = facts.spec.trainer
-    sizes = trainer.parallelism
-    ranks = sizes.tensor * sizes.pipeline * sizes.context * sizes.data
+    spec, trainer = facts.spec, facts.spec.trainer
+    if spec.placement.colocation is not Colocation.NONE and spec.rollout.nodes != trainer.nodes:
+        return  # colocated_nodes says how many there should be
+    ranks = _trainer_ranks(spec)
     if trainer.gpus_per_node == 0 and ranks % trainer.nodes:
-        problem = f"is {trainer.nodes}, which does not divide the {ranks} ranks of trainer.parallelism"
-        remedy = f"write for example parallelism.data: {trainer.nodes}, or fewer nodes"
+        problem = f"is {trainer.nodes}, which does not divide the {ranks} ranks of spec.trainer.parallelism"
+        remedy = f"write for example spec.trainer.parallelism.data: {trainer.nodes}, or fewer nodes"
         yield Fault("spec.trainer.nodes", problem, remedy)
 
 
@@ -573,8 +600,16 @@ def colocated_nodes(facts: Facts) -> Iterator[Fault]:
     spec = facts.spec
     if spec.placement.colocation is not Colocation.NONE and spec.rollout.nodes != spec.trainer.nodes:
         problem = f"is {spec.trainer.nodes}, but colocation {spec.placement.colocation} pairs it with the"
-        remedy = f"write {spec.rollout.nodes}, or placement.colocation: None"
+        write = str(spec.rollout.nodes)
+        if spec.trainer.gpus_per_node == 0 and _trainer_ranks(spec) % spec.rollout.nodes:
+            write += f" and spec.trainer.parallelism.data: {spec.rollout.nodes}"
+        remedy = f"write {write}, or spec.placement.colocation: None"
         yield Fault("spec.trainer.nodes", f"{problem} {spec.rollout.nodes} of the rollout", remedy)
+
+
+def _trainer_ranks(spec: Spec) -> int:
+    sizes = spec.trainer.parallelism
+    return sizes.tensor * sizes.pipeline * sizes.context * sizes.data
 
 
 @_rule(Level.API, "spec.placement", "spec.rollout.gpusPerNode", "spec.trainer.gpusPerNode")
@@ -596,7 +631,7 @@ def gpu_split(facts: Facts) -> Iterator[Fault]:
     if where is not Colocation.NONE and (rollout == 0) != (trainer == 0):
         path = "spec.rollout.gpusPerNode" if rollout == 0 else "spec.trainer.gpusPerNode"
         problem = f"is 0, but colocation {where} splits the node's GPUs between rollout and trainer"
-        yield Fault(path, problem, "split them 2+2, 3+1 or 1+3, or write placement.colocation: None")
+        yield Fault(path, problem, "split them 2+2, 3+1 or 1+3, or write spec.placement.colocation: None")
 
 
 @_rule(Level.START, "spec.rollout.gpusPerNode", "spec.trainer.gpusPerNode")
@@ -670,7 +705,9 @@ def disk_sync_is_shared(facts: Facts) -> Iterator[Fault]:
     nodes = max(spec.rollout.nodes, spec.trainer.nodes)
     if spec.trainer.weight_sync is WeightSync.DISK and nodes > 1 and (uri is None or scheme(uri) != "pvc"):
         problem = f"is Disk for {nodes} nodes, which share no directory"
-        yield Fault("spec.trainer.weightSync", problem, "write Distributed, or output.uri: pvc://CLAIM/PATH")
+        yield Fault(
+            "spec.trainer.weightSync", problem, "write Distributed, or spec.output.uri: pvc://CLAIM/PATH"
+        )
 
 
 @_rule(Level.API, "spec.output.uri")
@@ -721,7 +758,9 @@ def ring_has_segments(facts: Facts) -> Iterator[Fault]:
     transport = facts.spec.transport
     if not transport.only_object and quantity_bytes(transport.ring.size) < _MIB:
         problem = f"is {transport.ring.size}, too little for 16 segments of 64Ki"
-        yield Fault("spec.transport.ring.size", problem, "write at least 1Mi, or transport.onlyObject: true")
+        yield Fault(
+            "spec.transport.ring.size", problem, "write at least 1Mi, or spec.transport.onlyObject: true"
+        )
 
 
 @_rule(
@@ -844,7 +883,7 @@ def object_size(facts: Facts) -> Iterator[Fault]:
     "spec.transport.object.endpointUrl",
 )
 def object_store_url(facts: Facts) -> Iterator[Fault]:
-    """An object store is a URL that all processes reach; a secret and an endpoint belong to S3."""
+    """An object store is a URL that all processes reach; S3 alone has secrets, and endpoints without keys."""
     store = facts.spec.transport.object
     path = "spec.transport.object.uri"
     uri = store.uri or ""
@@ -864,6 +903,10 @@ def object_store_url(facts: Facts) -> Iterator[Fault]:
             if value is not None:
                 problem = "is for S3, but object.uri is not an s3:// URL"
                 yield Fault(f"spec.transport.object.{name}", problem, "remove it, or write uri: s3://…")
+    elif store.endpoint_url is not None and re.match(r"[^/]*//[^/?#]*@", store.endpoint_url):
+        problem = "holds a user name or a password, which everybody could read with the job"
+        remedy = "write the URL without, and give credentials by secretName or AWS_ACCESS_KEY_ID"
+        yield Fault("spec.transport.object.endpointUrl", problem, remedy)
     elif store.endpoint_url is not None and scheme(store.endpoint_url) not in {"http", "https"}:
         problem = f"is {store.endpoint_url[:200]!r}, not an http or https URL"
         yield Fault("spec.transport.object.endpointUrl", problem, "write for example http://minio:9000")

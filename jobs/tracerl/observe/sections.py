@@ -101,7 +101,7 @@ def _thin(rows: Sequence[tuple[str, ...]]) -> tuple[tuple[tuple[str, ...], ...],
     kept = list(rows[::stride])
     if kept[-1] != rows[-1]:
         kept.append(rows[-1])
-    return tuple(kept), f"Every {stride}th of {len(rows)} rows; all are in metrics.jsonl."
+    return tuple(kept), f"Every {text.ordinal(stride)} of {len(rows)} rows; all are in metrics.jsonl."
 
 
 def _series_table(x: str, series: Sequence[Series], show: Callable[[float | None], str]) -> DataTable:
@@ -457,13 +457,16 @@ def records(groups: Sequence[Group]) -> Section:
                     text.share(ratio),
                     *(f"{one.missing_by_reason.get(reason, 0):,}" for reason in reasons),
                     f"{one.routes_missing:,}",
+                    text.number(one.prompt_tokens_mean),
+                    text.number(one.response_tokens_mean),
                 )
             )
+    lengths = ("Mean prompt", "Mean response")
     table = DataTable(
-        ("", "Bytes a token", "Rows", "Missing", "Share", *reasons, "Routes missing"),
+        ("", "Bytes a token", "Rows", "Missing", "Share", *reasons, "Routes missing", *lengths),
         tuple(rows),
         "A row is one token's forward pass. A missing row rounds to nearest and is counted by reason; for a "
-        "missing route (row times layer) the trainer's own router chooses.",
+        "missing route (row times layer) the trainer's own router chooses. Mean lengths are in tokens.",
     )
     missing = [
         Series(
@@ -531,9 +534,9 @@ def _travel(groups: Sequence[Group]) -> DataTable | None:
     return DataTable(
         ("", *_READ_PATHS.values(), "Held between steps", "Waits", "Retries"),
         tuple(rows),
-        "Bytes read by where they were. Held: the most that was in the stores' fastest tier at the end of a "
-        "step, and its share of the rings. Waits: times that no prompts were submitted because a store had "
-        "little room.",
+        "Bytes read while the steps ran, by where they were; a step also reads ahead, for later ones. Held: "
+        "the most that was in the stores' fastest tier at the end of a step, and its share of the rings. "
+        "Waits: times that no prompts were submitted because a store had little room.",
     )
 
 

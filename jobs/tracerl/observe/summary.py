@@ -108,6 +108,9 @@ class Summary(_Frozen):
     code_mismatch_guided: float | None
     rebuilt_scales_wrong: float | None
     """Block scales rebuilt from their low bits that are not the rollout's, over all rebuilt."""
+    prompt_tokens_mean: float | None
+    """Mean tokens of a trajectory's prompt, over all that were trained on."""
+    response_tokens_mean: float | None
     record_bytes_per_token: float | None
     whole_code_bytes_per_token: int | None
     """What whole codes and scales of every quantised layer would take."""
@@ -122,13 +125,17 @@ class Summary(_Frozen):
     restarts: int
     store_restarts: int
     """Of record stores, since the run was started or resumed last."""
+    trainer_restarts: int
+    """Of trainers, since the run was started or resumed last."""
     resumes: int
+    """Times that the trainer went on from a checkpoint: after a restart, and with --resume."""
     expectations: tuple[Expectation, ...]
     unreadable_lines: int
 
 
-def _is_store(process: str) -> bool:
-    return process.startswith(f"{Role.STORE}-")
+def _restarts(run: Run, role: Role) -> int:
+    restarts = run.ending.restarts if run.ending else {}
+    return sum(count for process, count in restarts.items() if process.startswith(f"{role}-"))
 
 
 def wilson(mean: float, n: int) -> Estimate:
@@ -271,6 +278,8 @@ def summarize(run: Run) -> Summary:
         rebuilt_scales_wrong=_share(
             sum(site.scales_wrong for site in sites), sum(site.scales for site in sites)
         ),
+        prompt_tokens_mean=_weighted((step.lengths.prompt_mean, step.trajectories) for step in steps),
+        response_tokens_mean=_weighted((step.lengths.response_mean, step.trajectories) for step in steps),
         record_bytes_per_token=bytes_per_token,
         whole_code_bytes_per_token=run.starts[-1].whole_row_bytes or None if run.starts else None,
         rows=rows,
@@ -281,9 +290,8 @@ def summarize(run: Run) -> Summary:
         seconds=seconds,
         overhead_ratio=overhead,
         restarts=max((step.restarts for step in steps), default=0),
-        store_restarts=sum(
-            count for name, count in (run.ending.restarts if run.ending else {}).items() if _is_store(name)
-        ),
+        store_restarts=_restarts(run, Role.STORE),
+        trainer_restarts=_restarts(run, Role.TRAINER),
         resumes=sum(start.resumed_from > 0 for start in run.starts),
         expectations=finish.expectations if finish else (),
         unreadable_lines=run.unreadable,
@@ -342,6 +350,9 @@ def facts(summary: Summary) -> list[tuple[str, str]]:
         lines.append(("Gap, unguided", f"{text.number(summary.gap_unguided)} nats; guided is {ratio} of it"))
     if summary.code_mismatch_rtn is not None or summary.code_mismatch_guided is not None:
         lines.append(("Code mismatch", _mismatch_line(summary)))
+    if summary.prompt_tokens_mean is not None:
+        lengths = f"{text.number(summary.prompt_tokens_mean)} of a prompt"
+        lines.append(("Mean tokens", f"{lengths}, {text.number(summary.response_tokens_mean)} of a response"))
     if summary.rows:
         whole = ""
         if summary.whole_code_bytes_per_token:
@@ -366,10 +377,15 @@ def facts(summary: Summary) -> list[tuple[str, str]]:
         )
         lines.append(("Overhead", overhead_line(summary)))
     counts = f"{summary.restarts} of rollouts, {summary.store_restarts} of record stores"
-    lines.append(("Restarts", f"{counts}, {summary.resumes} of the trainer"))
+    resumed = f"; went on from a checkpoint {_times(summary.resumes)}" if summary.resumes else ""
+    lines.append(("Restarts", f"{counts}, {summary.trainer_restarts} of the trainer{resumed}"))
     if summary.unreadable_lines:
         lines.append(("Unreadable log lines", f"{summary.unreadable_lines:,} (torn or of another version)"))
     return lines
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{number} times"
 
 
 def nothing_learned(summary: Summary) -> str:

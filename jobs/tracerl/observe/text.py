@@ -20,6 +20,12 @@ def number(value: float | None, digits: int = 3) -> str:
     return text if "e" not in text or abs(value) < 1e-5 else f"{value:.6f}".rstrip("0")
 
 
+def ordinal(value: int) -> str:
+    """A place in a row, for example 2nd, 11th or 23rd."""
+    ending = "th" if value % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(value % 10, "th")
+    return f"{value}{ending}"
+
+
 def signed(value: float | None, digits: int = 3) -> str:
     """A difference: `number` with a + where it is positive."""
     shown = number(value, digits)

@@ -7,8 +7,10 @@ and 70 the parent gets the sentence for the user; the traceback of 70 is in the 
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
@@ -95,6 +97,10 @@ def run_process(path: Path, name: str, work: Callable[[ResolvedJob], None]) -> i
         return _explain(error.reason, str(error), 1)
     except Exception as error:
         log.exception("%s failed unexpectedly", name)
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            sentence = f"{name} may not open more than {limit} files; raise that with ulimit -n"
+            return _explain(Reason.CONFIGURATION, sentence, 1)
         sentence = f"{name} failed unexpectedly ({type(error).__name__}: {_first_line(error)})"
         return _explain(Reason.UNEXPECTED, sentence, EXIT_UNEXPECTED)
     log.info("%s ends", name)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tracerl.api.job import Spill, TraceRLJob, quantity_bytes
-from tracerl.runtime.rundir import SHARED_MEMORY, cache_directory
+from tracerl.runtime.rundir import OPEN_FILES, SHARED_MEMORY, cache_directory
 from tracerl.transport.base import TransportError
 
 _GIB = 2**30
@@ -40,7 +40,6 @@ _DISK = 2 * _GIB
 _RING = 256 * _MIB
 """What spec.transport.ring.size is by default."""
 _PROBE_SECONDS = 10.0
-_FILES = 1024
 
 
 @dataclass(frozen=True)
@@ -80,10 +79,7 @@ def examine(job: TraceRLJob | None = None) -> Iterator[Check]:
     yield _memory()
     if job is None or not job.spec.transport.only_object:
         yield _shared_memory(job)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    yield Check(
-        "open files", soft >= _FILES, f"{soft} allowed", f"raise it with ulimit -n {min(hard, 65_536)}"
-    )
+    yield _open_files()
     yield _cache()
     gym = importlib.util.find_spec("reasoning_gym") is not None
     yield Check(
@@ -143,12 +139,26 @@ def _memory() -> Check:
     )
 
 
+def _open_files() -> Check:
+    # `tracerl run` raises the soft limit by itself.
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    unlimited = limit == resource.RLIM_INFINITY
+    found = "any number allowed" if unlimited else f"{limit} allowed"
+    remedy = f"raise the hard limit (ulimit -Hn) to {OPEN_FILES} or more where this shell is started"
+    return Check("open files", unlimited or limit >= OPEN_FILES, found, remedy)
+
+
 def _shared_memory(job: TraceRLJob | None) -> Check:
     wanted = _RING if job is None else quantity_bytes(job.spec.transport.ring.size) * job.spec.rollout.nodes
     remedy = (
         "lower spec.transport.ring.size, or make it larger: docker run --shm-size, mount -o remount,size="
     )
-    return _checked("shared memory", lambda: _free(SHARED_MEMORY), SHARED_MEMORY, wanted, remedy)
+    if job is None:
+        return _checked("shared memory", lambda: _free(SHARED_MEMORY), SHARED_MEMORY, wanted, remedy)
+    nodes = job.spec.rollout.nodes
+    times = f"{nodes} × " if nodes > 1 else ""
+    what = f"{times}{_size(wanted // nodes)} of "
+    return _checked("ring", lambda: _free(SHARED_MEMORY), SHARED_MEMORY, wanted, remedy, what=what)
 
 
 def _free(path: Path) -> int:
@@ -158,12 +168,14 @@ def _free(path: Path) -> int:
     return shutil.disk_usage(path).free
 
 
-def _checked(name: str, free: Callable[[], int], path: Path, wanted: int, remedy: str) -> Check:
+def _checked(
+    name: str, free: Callable[[], int], path: Path, wanted: int, remedy: str, *, what: str = ""
+) -> Check:
     try:
         there = free()
     except OSError as error:
         return Check(name, False, f"{path}: {(error.strerror or str(error)).lower()}", remedy)
-    return Check(name, there >= wanted, f"{_size(there)} free in {path}", f"{remedy} ({_size(wanted)})")
+    return Check(name, there >= wanted, f"{what}{_size(there)} free in {path}", f"{remedy} ({_size(wanted)})")
 
 
 def _size(count: int) -> str:

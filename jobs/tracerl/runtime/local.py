@@ -26,6 +26,7 @@ from tracerl.rl.steprecord import EventRecord, StartRecord, StepRecord
 from tracerl.runtime.display import Display
 from tracerl.runtime.processes import ProcessSpec, StopSignals, module_arguments
 from tracerl.runtime.rundir import (
+    allow_open_files,
     claimed,
     disk_errors,
     read_ending,
@@ -90,6 +91,7 @@ def run_local(request: Request, display: Display) -> Ending:
     """
     directory = request.directory
     refuse(directory, resume=request.resume)
+    allow_open_files()
     with StopSignals() as signals, claimed(directory) as lock:
         with disk_errors(directory):
             refuse(directory, resume=request.resume)

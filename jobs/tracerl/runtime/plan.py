@@ -42,8 +42,8 @@ class Load:
     generated tokens of all rollouts; `bandwidth` is bytes a second.
     """
 
-    prompt_tokens: int | None = None
-    response_tokens: int | None = None
+    prompt_tokens: float | None = None
+    response_tokens: float | None = None
     tokens_per_second: float | None = None
     step_seconds: float | None = None
     bandwidth: float | None = None
@@ -73,7 +73,7 @@ class Token:
 
 @dataclass(frozen=True)
 class Step:
-    """One step's batch. Bytes are of whole frames, with headers."""
+    """One step's batch. Bytes are of whole frames with headers where nothing else is said."""
 
     trajectories: int
     tokens: int
@@ -84,6 +84,7 @@ class Step:
     shared_prompt_bytes: int
     """Part of `record_bytes` that is not written when the samples of a prompt share its prefill."""
     everything_bytes: int
+    """Of the same rows with whole codes, without frame headers."""
     seconds: float | None
     """How long a step takes, as given or by the given rate."""
     transfer_seconds: float | None
@@ -199,7 +200,7 @@ def plan(manifest: Path, overrides: Sequence[str] = (), *, model: str | None = N
         return shapes[-1]
 
     job = load_job(manifest, overrides, shape_of=shape_of)
-    return plan_job(job, shapes[-1], load)
+    return plan_job(job, shapes[-1], load, model=model)
 
 
 @dataclass(frozen=True)
@@ -209,15 +210,15 @@ class _Facts:
     spec: Spec
     table: SiteTable
     audit: SiteTable
-    prompt: int
-    response: int
+    prompt: float
+    response: float
     parts: int
     segment: int
     frame_rows: int
 
 
-def plan_job(job: TraceRLJob, shape: ModelShape, load: Load) -> Plan:
-    """Plan a job for a model's shape; InputError when the load contradicts the job."""
+def plan_job(job: TraceRLJob, shape: ModelShape, load: Load, *, model: str | None = None) -> Plan:
+    """Plan a job for the shape of `model`, None: the job's; InputError when the load contradicts the job."""
     spec = job.spec
     table, audit = site_table(shape, spec), audit_table(shape, spec)
     prompt, response = _lengths(spec, load)
@@ -236,7 +237,7 @@ def plan_job(job: TraceRLJob, shape: ModelShape, load: Load) -> Plan:
         objects = Objects(count, node.written_per_second)
     return Plan(
         job=job.metadata.name,
-        model=spec.model.uri,
+        model=spec.model.uri if model is None else model,
         method=_method(spec),
         rollout_nodes=spec.rollout.nodes,
         trainer_nodes=spec.trainer.nodes,
@@ -260,7 +261,7 @@ def _method(spec: Spec) -> str:
     return f"TRACE, {trace.code_bits}-bit codes, {trace.scale_bits}-bit scales, {trace.layers.policy}"
 
 
-def _lengths(spec: Spec, load: Load) -> tuple[int, int]:
+def _lengths(spec: Spec, load: Load) -> tuple[float, float]:
     algorithm = spec.algorithm
     prompt = algorithm.max_prompt_tokens if load.prompt_tokens is None else load.prompt_tokens
     response = algorithm.max_response_tokens if load.response_tokens is None else load.response_tokens
@@ -269,7 +270,7 @@ def _lengths(spec: Spec, load: Load) -> tuple[int, int]:
         ("--response-tokens", response, algorithm.max_response_tokens, "maxResponseTokens"),
     ):
         if not 1 <= given <= limit:
-            raise InputError(f"{option} is {given}; write 1 to {limit}, which is algorithm.{name}")
+            raise InputError(f"{option} is {given:.10g}; write 1 to {limit}, which is algorithm.{name}")
     if load.step_seconds is not None and load.tokens_per_second is not None:
         raise InputError("--step-seconds and --tokens-per-second say the same; give one of them")
     for option, rate in (
@@ -338,24 +339,24 @@ def _step(facts: _Facts, token: Token, load: Load) -> Step:
     # The last token of a trajectory is never taken in.
     rows = prompt + response - 1
     frames_each = math.ceil(rows / facts.frame_rows) if table.sites else 0
-    record_each = _frames_bytes(facts, table, rows)
     every = spec.records.audit_every
     audited = math.ceil(trajectories / every) if every else 0
     shared = algorithm.prompts_per_step * (algorithm.samples_per_prompt - 1)
-    generated = trajectories * response
+    generated = round(trajectories * response)
     duration = load.step_seconds
     if load.tokens_per_second is not None:
         duration = generated / load.tokens_per_second
-    record, everything = trajectories * record_each, trajectories * rows * token.everything
+    record = round(trajectories * _frames_bytes(facts, table, rows))
+    everything = round(trajectories * rows * token.everything)
     link = load.bandwidth
     return Step(
         trajectories=trajectories,
-        tokens=trajectories * (prompt + response),
+        tokens=round(trajectories * (prompt + response)),
         generated_tokens=generated,
         frames=trajectories * frames_each * sum(bool(table.select(part, parts)) for part in range(parts)),
         record_bytes=record,
-        audit_bytes=audited * _frames_bytes(facts, facts.audit, rows),
-        shared_prompt_bytes=shared * (prompt - 1) * table.row_bytes,
+        audit_bytes=round(audited * _frames_bytes(facts, facts.audit, rows)),
+        shared_prompt_bytes=round(shared * (prompt - 1) * table.row_bytes),
         everything_bytes=everything,
         seconds=duration,
         transfer_seconds=None if link is None else record / link,
@@ -363,9 +364,17 @@ def _step(facts: _Facts, token: Token, load: Load) -> Step:
     )
 
 
-def _frames_bytes(facts: _Facts, table: SiteTable, rows: int) -> int:
+def _frames_bytes(facts: _Facts, table: SiteTable, rows: float) -> float:
+    """Bytes of one trajectory's frames; of a mean length, of the two whole ones around it in proportion."""
     if not table.sites:
         return 0
+    least = math.floor(rows)
+    more = rows - least
+    size = (1 - more) * _whole_frames_bytes(facts, table, least)
+    return size + (more * _whole_frames_bytes(facts, table, least + 1) if more else 0)
+
+
+def _whole_frames_bytes(facts: _Facts, table: SiteTable, rows: int) -> int:
     whole, rest = divmod(rows, facts.frame_rows)
     size = whole * _frame_size(table, facts.frame_rows, facts.parts)
     return size + (_frame_size(table, rest, facts.parts) if rest else 0)
@@ -419,7 +428,7 @@ def _store(facts: _Facts, step: Step, residency: Residency) -> Store:
 def _node(facts: _Facts, token: Token, step: Step) -> Node:
     spec, rollout, trainer = facts.spec, facts.spec.rollout, facts.spec.trainer
     length = facts.prompt + facts.response
-    running = min(rollout.kv_cache_tokens, rollout.max_running_requests * length)
+    running: float = min(rollout.kv_cache_tokens, rollout.max_running_requests * length)
     rows = math.ceil(running / rollout.nodes_per_replica * token.record)
     sizes = trainer.parallelism
     ranks = sizes.tensor * sizes.pipeline * sizes.context * sizes.data
@@ -527,7 +536,13 @@ def render(plan: Plan) -> str:
     if step.audit_bytes:
         add("audits", size(step.audit_bytes), _decimal(step.audit_bytes))
     if step.everything_bytes:
-        add("whole codes of all layers", size(step.everything_bytes), _decimal(step.everything_bytes))
+        decimal = _decimal(step.everything_bytes)
+        note = "without frame headers"
+        add(
+            "whole codes of all layers",
+            size(step.everything_bytes),
+            f"{decimal}, {note}" if decimal else note,
+        )
     if step.transfer_seconds is not None:
         add("records over the link", seconds(step.transfer_seconds))
         add("whole codes over the link", seconds(step.everything_transfer_seconds))

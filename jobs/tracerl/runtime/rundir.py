@@ -7,6 +7,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import resource
 import secrets
 import shutil
 import signal
@@ -30,6 +31,11 @@ from tracerl.transport.store.spill import remove_leftovers
 _LOCK_SECONDS = 5.0
 _OBJECTS_SECONDS = 10.0
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (shared memory is where it is)
+OPEN_FILES = 256
+"""What each process of a run may have to hold open at once, with its connections."""
+_MANY_FILES = 65_536
+_PATH_BYTES = 900
+"""Of a run directory: processes send each other paths of at most 1,024 characters below it."""
 
 
 def read_ending(layout: RunLayout) -> Ending | None:
@@ -169,6 +175,22 @@ def disk_errors(directory: Path) -> Iterator[None]:
         ) from error
 
 
+def allow_open_files() -> None:
+    """Raise this process's limit of open files, which its children inherit, as far as that is allowed.
+
+    InputError when even that is too little for a run.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, _MANY_FILES)
+    if most < OPEN_FILES:
+        raise InputError(
+            f"a process may have {most} files open (ulimit -Hn), and those of a run need {OPEN_FILES}; raise "
+            f"the limit of the shell, the service or the container that starts tracerl run"
+        )
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 def _words(error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "no space left"
@@ -186,6 +208,16 @@ def refuse(directory: Path, *, resume: bool) -> None:
 
 def _refuse(directory: Path, *, resume: bool) -> None:
     layout = RunLayout(directory)
+    shown = os.fsencode(directory).decode("utf-8", "replace")
+    if shown != str(directory):
+        raise InputError(f"{shown} is not UTF-8; give another directory with --out")
+    if len(shown.encode()) > _PATH_BYTES:
+        raise InputError(
+            f"the run directory {shown[:60]}… has a path of {len(shown.encode()):,} bytes, more than "
+            f"{_PATH_BYTES}; give another directory with --out"
+        )
+    if "::" in shown:
+        raise InputError(f"{shown} holds ::, which joins URLs of fsspec; give another directory with --out")
     if resume:
         if not layout.job.exists():
             raise InputError(f"{directory} has no run to resume; start one without --resume")

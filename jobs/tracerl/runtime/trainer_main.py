@@ -15,10 +15,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote
 
 from tracerl.api.errors import InputError
-from tracerl.api.model import model_shape
+from tracerl.api.model import file_path, model_shape
 from tracerl.api.resolved import EndpointFile, ResolvedJob
 from tracerl.observe.metrics import MetricsServer, StepExporter
 from tracerl.observe.runlog import RunLog
@@ -100,8 +99,7 @@ def _engine(resolved: ResolvedJob) -> TrainerEngine:
         )
     if spec.model.uri.startswith("builtin://"):
         return ReferenceTrainer(shape, spec)
-    directory = Path(unquote(spec.model.uri.removeprefix("file://")))
-    return ReferenceTrainer(shape, spec, read_tensors(directory))
+    return ReferenceTrainer(shape, spec, read_tensors(file_path(spec.model.uri)))
 
 
 if __name__ == "__main__":

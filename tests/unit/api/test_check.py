@@ -117,7 +117,7 @@ BAD: list[tuple[list[str], str, str]] = [
     (
         ["spec.quantization.secondInput=Recorded", "spec.method.name=QAT"],
         "spec.quantization.secondInput",
-        "write RTN, or method.name: TRACE",
+        "write RTN, or spec.method.name: TRACE",
     ),
     (
         ["spec.quantization.secondInput=Recorded", "spec.quantization.targets=[KVCache]"],
@@ -129,8 +129,12 @@ BAD: list[tuple[list[str], str, str]] = [
         "spec.quantization.tensorScale",
         "MXFP4 has no tensor scale; write Fixed",
     ),
-    (["spec.method={name: QAT, trace: {}}"], "spec.method.trace", "remove it, or write method.name: TRACE"),
-    (["spec.method.trace={codeBits: 0, scaleBits: 0}"], "spec.method.trace", "or method.name: QAT"),
+    (
+        ["spec.method={name: QAT, trace: {}}"],
+        "spec.method.trace",
+        "remove it, or write spec.method.name: TRACE",
+    ),
+    (["spec.method.trace={codeBits: 0, scaleBits: 0}"], "spec.method.trace", "or spec.method.name: QAT"),
     (
         ["spec.method.trace.layers.policy=Last"],
         "spec.method.trace.layers.last",
@@ -190,16 +194,26 @@ BAD: list[tuple[list[str], str, str]] = [
         "spec.rollout.parallelism.expert",
         "the model's 8 experts; write a divisor of 8",
     ),
-    (["spec.trainer.nodes=2"], "spec.trainer.nodes", "write 1, or placement.colocation: None"),
+    (["spec.trainer.nodes=2"], "spec.trainer.nodes", "write 1, or spec.placement.colocation: None"),
+    (
+        ["spec.rollout.nodes=2"],
+        "spec.trainer.nodes",
+        "write 2 and spec.trainer.parallelism.data: 2, or spec.placement.colocation: None",
+    ),
+    (
+        ["spec.rollout.nodes=2", "spec.trainer.parallelism.data=4"],
+        "spec.trainer.nodes",
+        "write 2, or spec.placement.colocation: None",
+    ),
     (
         ["spec.rollout.nodes=2", "spec.trainer={nodes: 2, parallelism: {data: 3}}"],
         "spec.trainer.nodes",
-        "is 2, which does not divide the 3 ranks of trainer.parallelism; write for example parallelism.data",
+        "the 3 ranks of spec.trainer.parallelism; write for example spec.trainer.parallelism.data: 2",
     ),
     (
         ["spec.rollout={gpusPerNode: 4, parallelism: {tensor: 4}}"],
         "spec.trainer.gpusPerNode",
-        "2+2, 3+1 or 1+3, or write placement.colocation: None",
+        "2+2, 3+1 or 1+3, or write spec.placement.colocation: None",
     ),
     (
         ["spec.trainer={gpusPerNode: 4, parallelism: {data: 4}}"],
@@ -296,6 +310,16 @@ BAD: list[tuple[list[str], str, str]] = [
         "spec.transport.object.endpointUrl",
         "is 'minio:9000', not an http or https URL; write for example http://minio:9000",
     ),
+    (
+        ["spec.transport.object={uri: 's3://b-1/r', endpointUrl: 'http://user:SECRET@minio:9000'}"],
+        "spec.transport.object.endpointUrl",
+        "holds a user name or a password, which everybody could read with the job; write the URL without",
+    ),
+    (
+        ["spec.transport.object={uri: 's3://b-1/r', endpointUrl: 'https://token@minio/x@y'}"],
+        "spec.transport.object.endpointUrl",
+        "holds a user name",
+    ),
     (["spec.transport.object.secretName=s3"], "spec.transport.object.secretName", "write uri: s3://"),
     (
         ["spec.transport.object={uri: 'file:///r', endpointUrl: 'http://minio'}"],
@@ -332,7 +356,35 @@ def test_fault(manifest: dict[str, Any], overrides: list[str], path: str, fragme
     assert all(fault.remedy for fault in faults)
 
 
+@pytest.mark.parametrize("uid", ["..", "a/b", "", "-a", "a-", "a.b", "a\n", "ä", "a" * 65])
+def test_a_uid_names_directories(manifest: dict[str, Any], uid: str) -> None:
+    """An API server gives it, so the CustomResourceDefinition does not check it."""
+    manifest["metadata"]["uid"] = uid
+    found = by_path(check(manifest))["metadata.uid"]
+    assert "letters, digits and dashes" in found or "write at most 64" in found
+    manifest["metadata"]["uid"] = "0b5e9d3c-9d7c-4b8e-A3b1-5f8d7a1c2e3f"
+    assert check(manifest) == []
+
+
+def test_one_fault_says_how_many_nodes_a_trainer_has(manifest: dict[str, Any]) -> None:
+    overrides = ["spec.rollout.nodes=2", "spec.trainer.nodes=3"]
+    assert [*by_path(check(apply_overrides(manifest, overrides)))] == ["spec.trainer.nodes"]
+    assert len(check(apply_overrides(manifest, overrides))) == 1
+
+
 ON_A_MACHINE = [
+    (
+        ["spec.placement.fabric=ComputeDomain"],
+        "spec.placement.fabric",
+        "which only a cluster has; write Auto",
+    ),
+    (
+        ["spec.placement.topology.required=rack"],
+        "spec.placement.topology.required",
+        "is there on a cluster only; remove it",
+    ),
+    (["spec.placement.topology.preferred=rack"], "spec.placement.topology.preferred", "a cluster only"),
+    (["spec.placement.queue=team"], "spec.placement.queue", "is there on a cluster only; remove it"),
     (["spec.suspend=true"], "spec.suspend", "write false"),
     (["spec.model.uri=pvc://models/qwen"], "spec.model.uri", "write file:///PATH"),
     (

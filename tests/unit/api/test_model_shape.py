@@ -1,4 +1,6 @@
 import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,3 +121,12 @@ def test_configuration_that_is_refused(change: dict[str, Any], fragment: str) ->
 def test_model_that_is_not_here() -> None:
     assert model_shape("hf://Qwen/Qwen3-30B-A3B") is None
     assert model_shape("builtin://tiny-moe") is BUILTIN_MODELS["tiny-moe"]
+
+
+@pytest.mark.parametrize("name", ["sp ace", "per%20cent"])
+def test_the_path_of_a_file_url_is_taken_as_it_stands(tmp_path: Path, name: str) -> None:
+    """As fsspec takes it, which reads the tokenizer from the same URL."""
+    (tmp_path / name).mkdir()
+    shape = BUILTIN_MODELS["tiny-moe"]
+    (tmp_path / name / "config.json").write_text(json.dumps(shape.to_hf_config()))
+    assert model_shape(f"file://{tmp_path}/{name}") is not None

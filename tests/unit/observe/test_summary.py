@@ -27,7 +27,7 @@ from tracerl.observe.summary import (
     wilson,
     write_summary,
 )
-from tracerl.rl.steprecord import FinishRecord, Gap, Overhead, Records, Reward, StepRecord
+from tracerl.rl.steprecord import FinishRecord, Gap, Lengths, Overhead, Records, Reward, StepRecord
 
 
 def run_of(directory: Path, *steps: StepRecord, finish: FinishRecord | None = None) -> Run:
@@ -148,7 +148,8 @@ def test_the_end_of_the_processes_is_the_last_word(tmp_path: Path) -> None:
     )
     summary = summarize(load_run(directory))
     assert (summary.outcome, summary.reason, summary.message) == ("Failed", "RestartsExhausted", "m")
-    assert summary.store_restarts == 2
+    assert (summary.store_restarts, summary.trainer_restarts, summary.resumes) == (2, 1, 0)
+    assert "0 of rollouts, 2 of record stores, 1 of the trainer" in shown(summary_table(summary))
 
 
 def test_a_run_that_was_taken_up_again_is_unfinished_until_its_new_end(tmp_path: Path) -> None:
@@ -158,6 +159,19 @@ def test_a_run_that_was_taken_up_again_is_unfinished_until_its_new_end(tmp_path:
         log.write(again.model_dump(mode="json"))
     summary = summarize(load_run(directory))
     assert (summary.outcome, summary.steps_done, summary.resumes) == ("Unfinished", 2, 1)
+    assert "0 of the trainer; went on from a checkpoint once" in shown(summary_table(summary))
+
+
+def test_mean_lengths_are_over_trajectories(tmp_path: Path) -> None:
+    def step(number: int, trajectories: int, prompt: float, response: float) -> StepRecord:
+        lengths = Lengths(prompt_mean=prompt, prompt_max=20, response_mean=response, response_max=20)
+        return make_step(number, trajectories=trajectories, lengths=lengths)
+
+    summary = summarize(run_of(tmp_path, step(1, 100, 10.0, 4.0), step(2, 300, 12.0, 6.0)))
+    assert (summary.prompt_tokens_mean, summary.response_tokens_mean) == (11.5, 5.5)
+    assert "11.5 of a prompt, 5.5 of a response" in shown(summary_table(summary))
+    (tokens,) = re.findall(r"<td>11\.5</td>\s*<td>5\.5</td>", render([load_run(tmp_path)]))
+    assert tokens
 
 
 def test_summary_json_is_valid_and_written_whole(tmp_path: Path) -> None:

@@ -67,6 +67,14 @@ def test_size(value: float | None, shown: str) -> None:
     assert text.size(value).replace("\u00a0", " ") == shown
 
 
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(1, "1st"), (2, "2nd"), (3, "3rd"), (4, "4th"), (11, "11th"), (22, "22nd"), (113, "113th")],
+)
+def test_ordinal(value: int, shown: str) -> None:
+    assert text.ordinal(value) == shown
+
+
 @pytest.mark.parametrize(("value", "shown"), [(None, "–"), (0.0, "1970-01-01 00:00:00 UTC"), (1e300, "–")])
 def test_moment(value: float | None, shown: str) -> None:
     assert text.moment(value) == shown

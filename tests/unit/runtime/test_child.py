@@ -1,6 +1,7 @@
 """The frame around every process: its exit code, the sentence for the user, and its log."""
 
 import re
+import resource
 import sys
 
 import pytest
@@ -10,8 +11,10 @@ from test_rundir import job
 from tracerl.runtime import rundir
 from tracerl.runtime.processes import Children, ProcessSpec
 
+LIMIT = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
 MAIN = """
-import sys, logging, os, signal, time, warnings
+import errno, sys, logging, os, signal, time, warnings
 from pathlib import Path
 from tracerl.api.errors import InputError, JobError
 from tracerl.runtime.child import run_process
@@ -54,6 +57,12 @@ def ended(tmp_path):
             "trainer-0 failed unexpectedly (RuntimeError: first)",
         ),
         ("raise JobError('Long', 'ä' * 10_000)", 1, "Long", "ä" * 2_000),
+        (
+            "raise OSError(errno.EMFILE, 'Too many open files')",
+            1,
+            "Configuration",
+            f"trainer-0 may not open more than {LIMIT} files; raise that with ulimit -n",
+        ),
         ("os.kill(os.getpid(), signal.SIGTERM)", -15, None, None),
     ],
 )
@@ -61,7 +70,7 @@ def test_how_a_process_ends(ended, work, status, reason, message):
     end, log = ended(work)
     assert end.status == status
     assert (end.note and end.note.reason, end.note and end.note.message) == (reason, message)
-    assert ("Traceback" in log) == (status == 70)
+    assert ("Traceback" in log) == (status == 70 or "files" in str(message))
 
 
 def test_a_log_has_one_line_a_record(ended):

@@ -153,6 +153,18 @@ def test_mean_lengths() -> None:
     assert result.step.shared_prompt_bytes == 256 * 15 * 299 * 7160
 
 
+def test_mean_lengths_are_rarely_whole() -> None:
+    around = [planned(CANARY, load=Load(8, response)).step for response in (4, 4.25, 5)]
+    assert around[1].tokens == around[0].trajectories * 12.25
+    assert around[1].record_bytes == (3 * around[0].record_bytes + around[2].record_bytes) / 4
+
+
+def test_the_heading_names_the_model_that_is_planned_for() -> None:
+    other = plan(CANARY, model="Qwen/Qwen3-30B-A3B", load=Load())
+    assert render(other).splitlines()[0].endswith(", Qwen/Qwen3-30B-A3B")
+    assert other.to_json()["model"] == "Qwen/Qwen3-30B-A3B"
+
+
 def test_only_objects() -> None:
     result = planned(
         QWEN, "spec.transport={onlyObject: true, object: {uri: s3://bucket/p}}", load=Load(step_seconds=700)

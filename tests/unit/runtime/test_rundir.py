@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import yaml
+from fsspec.core import url_to_fs
 from live_processes import processes_of, wait_until
 
 from tracerl.api.errors import InputError
@@ -41,6 +42,47 @@ def test_the_resolved_job_reads_back_as_it_was_written(tmp_path):
     assert "microBatchTokens: 16384" in text
     assert resolved.endpoints.rollout[0].name == "rollout-0"
     assert resolved.records_uri == f"file://{tmp_path}/records"
+
+
+def test_records_lie_in_the_run_directory_whatever_it_is_called(tmp_path):
+    """An oracle of its own: what fsspec makes of the URL."""
+    for name in ("sp ace", "per%20cent", "hash#", "question?"):
+        resolved = rundir.start_run(job(), mkdir(tmp_path / name))
+        assert url_to_fs(resolved.records_uri)[1] == str(tmp_path / name / "records")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("/".join(["x" * 200] * 5), "has a path of 1,0.. bytes, more than 900; give another directory"),
+        (os.fsdecode(b"not-utf-8-\xff"), "is not UTF-8; give another directory with --out"),
+        ("file::x", "holds ::, which joins URLs of fsspec; give another directory with --out"),
+    ],
+)
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_directory_that_processes_could_not_tell_each_other_of(tmp_path, name, words, resume):
+    with pytest.raises(InputError, match=words) as caught:
+        rundir.refuse(tmp_path / name, resume=resume)
+    str(caught.value).encode()
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("limits", "after"), [((40, 4096), "4096"), ((300, 300), "300"), ((40, 40), "may have 40 files open")]
+)
+def test_the_limit_of_open_files_is_raised_as_far_as_it_goes(limits, after):
+    code = (
+        "import resource\n"
+        "from tracerl.runtime.rundir import allow_open_files\n"
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, {limits})\n"
+        "try:\n"
+        "    allow_open_files()\n"
+        "    print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n"
+        "except Exception as error:\n"
+        "    print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert after in done.stdout
 
 
 @pytest.mark.parametrize(
