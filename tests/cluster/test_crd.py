@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from api_server import ApiServer, RefusedError
+from manifests import MINIMAL
 from test_check import BAD
 
 from tracerl.api import schema
@@ -19,17 +20,6 @@ from tracerl.api.rules import RULES, Level
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "jobs/examples").glob("*.yaml"))
 
-MINIMAL: dict[str, Any] = {
-    "apiVersion": "tracerl.dev/v1alpha1",
-    "kind": "TraceRLJob",
-    "metadata": {"name": "minimal"},
-    "spec": {
-        "model": {"uri": "builtin://tiny-moe"},
-        "task": {"name": "builtin/chain_sum"},
-        "algorithm": {"steps": 30, "promptsPerStep": 16, "samplesPerPrompt": 8},
-        "method": {"name": "TRACE"},
-    },
-}
 # What only `tracerl validate` refuses: the server takes 3.0 for 3 and a null for absence, where there is a
 # default.
 MORE_EXACT = [["spec.algorithm.steps=3.0"], ["spec.trainer=null"]]

@@ -26,17 +26,15 @@ from tracerl.transport.store.http import StoreServer
 from tracerl.transport.store.spill import ObjectTier, SpillDirectory
 
 
+def _identity(store: dict[str, Any]) -> dict[str, Any]:
+    """What a client of a scene's store shows it, and how long it waits."""
+    fields = {key: store[key] for key in ("job_uid", "run_id", "token", "timeout")}
+    return {"store": store["name"], **fields}
+
+
 def open_sink(store: dict[str, Any], name: str) -> StoreSink:
     """Connect a producer to a scene's store."""
-    return StoreSink(
-        Path(store["parent"]) / store["name"],
-        store=store["name"],
-        job_uid=store["job_uid"],
-        run_id=store["run_id"],
-        token=store["token"],
-        name=name,
-        timeout=store["timeout"],
-    )
+    return StoreSink(Path(store["parent"]) / store["name"], name=name, **_identity(store))
 
 
 def open_objects(place: dict[str, Any]) -> ObjectSink:
@@ -66,15 +64,7 @@ def open_remote(store: dict[str, Any]) -> RemoteSource:
 
 def open_source(store: dict[str, Any], name: str) -> StoreSource:
     """Connect a reader to a scene's store."""
-    return StoreSource(
-        Path(store["parent"]) / store["name"],
-        store=store["name"],
-        job_uid=store["job_uid"],
-        run_id=store["run_id"],
-        token=store["token"],
-        name=name,
-        timeout=store["timeout"],
-    )
+    return StoreSource(Path(store["parent"]) / store["name"], name=name, **_identity(store))
 
 
 def run_store(control: socket.socket, **store: Any) -> int:

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from tracerl.api.ring import SEGMENT_SIZES
+from tracerl.api.rules import GB200_NODE_GPUS, OWN_FIELDS
+
 
 class Cel(NamedTuple):
     """One expression; true where the rule holds."""
@@ -31,13 +34,6 @@ _ROLLOUT_GPUS = "(self.gpusPerNode * self.nodesPerReplica)"
 _STAGE = "(self.parallelism.tensor * self.parallelism.context * self.parallelism.data)"
 _TRAINER_GPUS = "(self.gpusPerNode * self.nodes)"
 _GPUS_BY_FIELD = "asks for nvidia.com/gpu; remove it and write gpusPerNode"
-_TEMPLATE_LIFE = {
-    "activeDeadlineSeconds": "spec.activeDeadlineSeconds",
-    "ttlSecondsAfterFinished": "spec.ttlSecondsAfterFinished",
-    "restartPolicy": "spec.failurePolicy.maxRestarts",
-    "backoffLimit": "spec.failurePolicy.maxRestarts",
-    "suspend": "spec.suspend",
-}
 TEMPLATE_FIELDS = {
     "activeDeadlineSeconds": "integer",
     "ttlSecondsAfterFinished": "integer",
@@ -56,8 +52,7 @@ def _less(path: str, other: str) -> str:
     return f"{_quantity(path)}.isLessThan({other})"
 
 
-_SEGMENTS = [1 << power for power in range(16, 27)]
-"""Sizes that a ring's segment may have: the largest one of which the ring holds 32, or the first."""
+_SEGMENTS = list(SEGMENT_SIZES)
 
 CEL: tuple[Cel, ...] = (
     Cel(
@@ -298,7 +293,7 @@ CEL: tuple[Cel, ...] = (
         Cel(
             "gpu-split",
             "spec",
-            f"self.placement.fabric != 'ComputeDomain' || self.{role}.gpusPerNode <= 4",
+            f"self.placement.fabric != 'ComputeDomain' || self.{role}.gpusPerNode <= {GB200_NODE_GPUS}",
             "is more than the 4 GPUs of a ComputeDomain's node; write at most 4",
             f".{role}.gpusPerNode",
         )
@@ -308,7 +303,7 @@ CEL: tuple[Cel, ...] = (
         "gpu-split",
         "spec",
         "self.placement.fabric != 'ComputeDomain' || self.placement.colocation == 'None' || "
-        "self.rollout.gpusPerNode + self.trainer.gpusPerNode <= 4",
+        f"self.rollout.gpusPerNode + self.trainer.gpusPerNode <= {GB200_NODE_GPUS}",
         "and rollout.gpusPerNode are more than a node's 4 GPUs; split them 2+2, 3+1 or 1+3",
         ".trainer.gpusPerNode",
     ),
@@ -340,7 +335,7 @@ CEL: tuple[Cel, ...] = (
             f".{name}",
         )
         for role in ("rollout", "trainer")
-        for name, own in _TEMPLATE_LIFE.items()
+        for name, own in OWN_FIELDS.items()
     ),
     Cel(
         "one-topology",

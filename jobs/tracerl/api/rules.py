@@ -37,6 +37,7 @@ from tracerl.api.job import (
 )
 from tracerl.api.machine import Machine
 from tracerl.api.model import BUILTIN_MODELS, ModelShape
+from tracerl.api.ring import segment_size
 from tracerl.api.suggest import nearest
 
 
@@ -94,6 +95,14 @@ BLOCK_SIZES = {Format.NVFP4: 16, Format.MXFP4: 32}
 MODEL_SCHEMES = ("builtin", "hf", "s3", "file", "pvc")
 OUTPUT_SCHEMES = ("pvc", "s3", "file")
 GB200_NODE_GPUS = 4
+OWN_FIELDS = {
+    "activeDeadlineSeconds": "spec.activeDeadlineSeconds",
+    "ttlSecondsAfterFinished": "spec.ttlSecondsAfterFinished",
+    "restartPolicy": "spec.failurePolicy.maxRestarts",
+    "backoffLimit": "spec.failurePolicy.maxRestarts",
+    "suspend": "spec.suspend",
+}
+"""Fields that a pod template leaves to the job, by where they stand there: its life is its own."""
 LOCAL_NODES = 16
 _KIB, _MIB = 2**10, 2**20
 
@@ -660,13 +669,6 @@ def gpus_by_field(facts: Facts) -> Iterator[Fault]:
 @_rule(Level.API, "spec.rollout.template", "spec.trainer.template")
 def template_life(facts: Facts) -> Iterator[Fault]:
     """A pod template patches metadata and spec; life and death of the job are the job's own fields."""
-    own = {
-        "activeDeadlineSeconds": "spec.activeDeadlineSeconds",
-        "ttlSecondsAfterFinished": "spec.ttlSecondsAfterFinished",
-        "restartPolicy": "spec.failurePolicy.maxRestarts",
-        "backoffLimit": "spec.failurePolicy.maxRestarts",
-        "suspend": "spec.suspend",
-    }
     for role, template in (
         ("rollout", facts.spec.rollout.template),
         ("trainer", facts.spec.trainer.template),
@@ -679,9 +681,11 @@ def template_life(facts: Facts) -> Iterator[Fault]:
         )
         for place, fields in places:
             for key in fields:
-                if key in own:
+                if key in OWN_FIELDS:
                     yield Fault(
-                        f"{place}.{key}", "would end the pods behind the job's back", f"write {own[key]}"
+                        f"{place}.{key}",
+                        "would end the pods behind the job's back",
+                        f"write {OWN_FIELDS[key]}",
                     )
                 elif place == path and key not in {"metadata", "spec"}:
                     yield Fault(
@@ -747,11 +751,6 @@ def ring_fits_machine(facts: Facts) -> Iterator[Fault]:
         yield Fault("spec.transport.ring.size", problem, remedy)
 
 
-def _segment_bytes(ring: int) -> int:
-    """Size of the segments of a ring, as `tracerl.transport.ring.segments.segment_size` has it."""
-    return max(64 * _KIB, min(64 * _MIB, 1 << max(ring // 32, 1).bit_length() - 1))
-
-
 @_rule(Level.API, "spec.transport.ring.size")
 def ring_has_segments(facts: Facts) -> Iterator[Fault]:
     """A ring has at least 16 segments of 64 KiB: each producer fills one, and those being read stay."""
@@ -778,9 +777,9 @@ def ring_holds_a_row(facts: Facts) -> Iterator[Fault]:
     ring = quantity_bytes(spec.transport.ring.size)
     # Twice a bound of the row, for the frame's header: all layers, and whole codes where they are audited.
     needed = 2 * _row_bound(spec, shape)
-    if needed > 64 * _MIB or needed <= _segment_bytes(ring):
+    if needed > 64 * _MIB or needed <= segment_size(ring):
         return
-    problem = f"is {spec.transport.ring.size}, whose segments of {_segment_bytes(ring) // _KIB}Ki are too "
+    problem = f"is {spec.transport.ring.size}, whose segments of {segment_size(ring) // _KIB}Ki are too "
     fitting = 32 * (1 << (needed - 1).bit_length()) // _MIB
     yield Fault("spec.transport.ring.size", f"{problem}small for a row", f"write at least {fitting}Mi")
 
@@ -842,7 +841,7 @@ def spill_directory(facts: Facts) -> Iterator[Fault]:
     if path is None:
         problem = "limits spillPath, which is not set"
         yield Fault("spec.transport.spillLimit", problem, "remove it, or write spillPath")
-    elif quantity_bytes(limit) < (segment := _segment_bytes(quantity_bytes(transport.ring.size))):
+    elif quantity_bytes(limit) < (segment := segment_size(quantity_bytes(transport.ring.size))):
         problem = f"is {limit}, less than one segment of the ring"
         yield Fault("spec.transport.spillLimit", problem, f"write at least {segment // _KIB}Ki")
 

@@ -20,11 +20,12 @@ from tracerl.api.errors import InputError
 from tracerl.api.job import Colocation, MethodName, Spec, Spill, Trace, TraceRLJob, quantity_bytes
 from tracerl.api.load import load_job
 from tracerl.api.model import ModelShape
+from tracerl.api.ring import segment_size
 from tracerl.api.shapes import planning_shape
 from tracerl.observe.text import number, seconds, size
 from tracerl.records.frame import frame_bytes
 from tracerl.records.sites import SiteKind, SiteTable, audit_table, site_table
-from tracerl.transport.ring.segments import ALIGNMENT, segment_size
+from tracerl.transport.ring.segments import ALIGNMENT
 
 _NAME_BYTES = 112
 """Job UID, run id and trajectory id of a frame, as `tracerl run` makes them."""

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 from tracerl.api.frames import Handle, HandleError, parse_handle
 from tracerl.transport.base import Borrowed, Fault, TransportError, Usage, Wanted
-from tracerl.transport.objects.retry import delays
+from tracerl.transport.retry import delays
 from tracerl.transport.store import wire
 
 _log = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ from tracerl.api.job import TraceRLJob
 from tracerl.api.load import apply_overrides, check, load_job
 from tracerl.api.machine import Machine
 from tracerl.api.model import BUILTIN_MODELS, ModelShape
-from tracerl.api.rules import RULES, Facts, _segment_bytes
+from tracerl.api.ring import segment_size
+from tracerl.api.rules import RULES, Facts
 from tracerl.api.support import SUPPORT_RULES
-from tracerl.transport.ring.segments import segment_size
 
 
 def test_the_shortest_manifest_runs(manifest: dict[str, Any]) -> None:
@@ -455,7 +455,8 @@ def test_a_ring_too_small_for_a_row(manifest: dict[str, Any], tmp_path: Path) ->
 
 def test_rules_know_the_segments_of_a_ring() -> None:
     for ring in (1, 2**20, 2**21, 2**21 + 1, 3 * 2**20, 2**28, 2**31, 2**40):
-        assert _segment_bytes(ring) == segment_size(ring)
+        power = 1 << max(ring // 32, 1).bit_length() - 1
+        assert segment_size(ring) == max(64 * 2**10, min(64 * 2**20, power))
 
 
 def test_every_rule_is_broken_by_some_manifest(manifest: dict[str, Any]) -> None:

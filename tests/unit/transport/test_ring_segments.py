@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tracerl.api.ring import segment_size
 from tracerl.transport.ring.segments import (
     ALIGNMENT,
     Commit,
@@ -19,7 +20,6 @@ from tracerl.transport.ring.segments import (
     MissingFrame,
     ProtocolError,
     Segments,
-    segment_size,
 )
 
 SEGMENT, SEGMENTS = 4 * ALIGNMENT, 5

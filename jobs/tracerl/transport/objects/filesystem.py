@@ -25,7 +25,7 @@ from fsspec.asyn import get_loop
 from tracerl.transport.base import Buffer, TransportError
 from tracerl.transport.objects.backend import Backend, Entry, Leftover, PartsBackend, Tail, one_line
 from tracerl.transport.objects.files import TEMPORARY_SUFFIX, FileBackend
-from tracerl.transport.objects.retry import Deadline, delays
+from tracerl.transport.retry import Deadline, delays
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")

@@ -8,7 +8,7 @@ Not through the methods of s3fs: those retry by a count of their own, for how lo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import aiohttp
@@ -109,15 +109,10 @@ class S3Backend:
                 raise
 
     async def leftovers(self, directory: str) -> list[Leftover]:
-        bucket, prefix = _bucket_and_key(directory)
-        client = await self._client()
-        pages = client.get_paginator("list_multipart_uploads").paginate(
-            Bucket=bucket, Prefix=f"{prefix}/" if prefix else ""
-        )
+        _, prefix = _bucket_and_key(directory)
         return [
-            Leftover(f"{bucket}/{upload['Key']}", upload["UploadId"])
-            async for page in pages
-            for upload in page.get("Uploads", ())
+            Leftover(path, upload["UploadId"])
+            async for path, upload in self._list("list_multipart_uploads", "Uploads", directory)
             # Not every server heeds the prefix.
             if upload["Key"].startswith(f"{prefix}/" if prefix else "")
         ]
@@ -138,16 +133,19 @@ class S3Backend:
             return await body.read(), answer.get("ContentRange")
 
     async def find(self, directory: str) -> list[Entry]:
+        objects = self._list("list_objects_v2", "Contents", directory)
+        return [Entry(path, found["Size"]) async for path, found in objects]
+
+    async def _list(
+        self, operation: str, field: str, directory: str
+    ) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+        """Path of everything below a directory that an operation lists, and what it says of it."""
         bucket, prefix = _bucket_and_key(directory)
         client = await self._client()
-        pages = client.get_paginator("list_objects_v2").paginate(
-            Bucket=bucket, Prefix=f"{prefix}/" if prefix else ""
-        )
-        return [
-            Entry(f"{bucket}/{found['Key']}", found["Size"])
-            async for page in pages
-            for found in page.get("Contents", ())
-        ]
+        pages = client.get_paginator(operation).paginate(Bucket=bucket, Prefix=f"{prefix}/" if prefix else "")
+        async for page in pages:
+            for found in page.get(field, ()):
+                yield f"{bucket}/{found['Key']}", found
 
     async def delete(self, path: str) -> None:
         bucket, key = _bucket_and_key(path)

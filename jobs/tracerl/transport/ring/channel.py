@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import select
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 from tracerl.transport.base import TransportError
+from tracerl.transport.retry import Deadline
 from tracerl.transport.ring import messages as m
 from tracerl.transport.ring.file import SOCKET, map_ring
 from tracerl.transport.ring.segments import ProtocolError
@@ -42,35 +41,6 @@ class LostError(Exception):
 
 class _LateError(TransportError):
     """The store may still answer, and then to a question that nobody asks any more."""
-
-
-class Deadline:
-    """When to give up, by the monotonic clock; never if made with None."""
-
-    def __init__(self, seconds: float | None) -> None:
-        self._start = time.monotonic()
-        self._end = math.inf if seconds is None else self._start + seconds
-
-    def elapsed(self) -> float:
-        """Seconds since this was made."""
-        return time.monotonic() - self._start
-
-    def remaining(self) -> float:
-        """Seconds from now, not negative; inf without an end."""
-        return max(0.0, self._end - time.monotonic())
-
-    def passed(self) -> bool:
-        """Whether it is time to give up."""
-        return self.remaining() == 0.0
-
-    def later(self, seconds: float) -> Deadline:
-        """Give up so much later."""
-        return Deadline(self.remaining() + seconds)
-
-    def milliseconds(self, *, forever: int, most: int) -> int:
-        """Count them from now, rounded up."""
-        remaining = self.remaining()
-        return forever if remaining == math.inf else min(most, math.ceil(1000 * remaining))
 
 
 class Session:

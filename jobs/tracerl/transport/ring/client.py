@@ -26,8 +26,9 @@ import xxhash
 
 from tracerl.api.frames import FrameKey, Handle, HandleError, parse_handle
 from tracerl.transport.base import Borrowed, Buffer, LoanError, TransportError, Usage, Wanted
+from tracerl.transport.retry import Deadline
 from tracerl.transport.ring import messages as m
-from tracerl.transport.ring.channel import Channel, Deadline, LostError, Session
+from tracerl.transport.ring.channel import Channel, LostError, Session
 from tracerl.transport.ring.control import Control, parts
 from tracerl.transport.ring.segments import ALIGNMENT, Commit
 

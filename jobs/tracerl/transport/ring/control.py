@@ -19,8 +19,9 @@ from typing import TypeVar
 
 from tracerl.api.frames import Handle, HandleError, parse_handle
 from tracerl.transport.base import TransportError, Usage
+from tracerl.transport.retry import Deadline
 from tracerl.transport.ring import messages as m
-from tracerl.transport.ring.channel import Channel, Deadline, LostError, Session
+from tracerl.transport.ring.channel import Channel, LostError, Session
 
 _USAGE_SECONDS = 1.0
 """How long `usage` waits for a store that is down: metrics ask for it, whose reader does not wait long."""

@@ -119,14 +119,6 @@ class _Segment:
     """Frames in it that have pins."""
 
 
-def segment_size(ring_bytes: int) -> int:
-    """Choose the size of a ring's segments in bytes.
-
-    The largest power of two of which the ring holds 32, at least 64 KiB and at most 64 MiB.
-    """
-    return 1 << max(16, min(26, (ring_bytes // 32).bit_length() - 1))
-
-
 class Segments:
     """The books of one store."""
 

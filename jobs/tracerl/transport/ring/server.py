@@ -31,6 +31,7 @@ from types import TracebackType
 from typing import Literal, Protocol, Self
 
 from tracerl.api.frames import Handle
+from tracerl.api.ring import segment_size
 from tracerl.transport.base import Fault, TransportError, Usage
 from tracerl.transport.ring import messages as m
 from tracerl.transport.ring.file import SOCKET, RingDirectory, create_ring, map_ring
@@ -43,7 +44,6 @@ from tracerl.transport.ring.segments import (
     MissingFrame,
     ProtocolError,
     Segments,
-    segment_size,
 )
 
 _log = logging.getLogger(__name__)
