@@ -150,19 +150,13 @@ def _end(ending: Ending) -> int:
 
 def _report_run(directory: Path, *, quiet: bool) -> None:
     from tracerl.api.resolved import RunLayout
-    from tracerl.observe.report import write_report
-    from tracerl.observe.run import load_run
-    from tracerl.observe.summary import summarize, summary_table, write_summary
+    from tracerl.observe.summary import summary_table
+    from tracerl.runtime.results import write_results
 
-    layout, run = RunLayout(directory), load_run(directory)
-    if not run.starts:
-        return
-    summary = summarize(run)
-    write_summary(summary, layout.summary)
-    write_report([run], layout.report)
-    if not quiet:
+    summary = write_results(directory)
+    if summary is not None and not quiet:
         _print_table(summary_table(summary))
-        print(f"report: {_shown(layout.report)}")
+        print(f"report: {_shown(RunLayout(directory).report)}")
 
 
 def _print_table(table: RenderableType) -> None:

@@ -40,10 +40,11 @@ class S3Server:
     port: int
     access_key: str
     secret_key: str
+    address: str = "127.0.0.1"
 
     @property
     def endpoint_url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.address}:{self.port}"
 
     def client(self):
         """A client of botocore alone, without retries."""
@@ -71,8 +72,8 @@ class S3Server:
 
 
 @contextlib.contextmanager
-def start_s3_server() -> Iterator[S3Server]:
-    """Start the server; it and its data are gone afterwards."""
+def start_s3_server(address: str = "127.0.0.1") -> Iterator[S3Server]:
+    """Start the server at an address of this machine; it and its data are gone afterwards."""
     beside = os.fspath(Path(sys.executable).parent)
     weed = shutil.which("weed", path=os.pathsep.join((beside, os.environ.get("PATH", ""))))
     if weed is None:
@@ -94,7 +95,7 @@ def start_s3_server() -> Iterator[S3Server]:
         arguments = [
             weed,
             "server",
-            "-ip=127.0.0.1",
+            f"-ip={address}",
             f"-dir={data}",
             "-master.telemetry=false",
             "-master.volumeSizeLimitMB=512",
@@ -124,7 +125,7 @@ def start_s3_server() -> Iterator[S3Server]:
                 guarded, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, cwd=directory
             )
         try:
-            server = S3Server(s3, access_key, secret_key)
+            server = S3Server(s3, access_key, secret_key, address)
             stop = time.monotonic() + START_SECONDS
             while True:
                 try:

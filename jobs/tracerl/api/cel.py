@@ -53,6 +53,42 @@ def _less(path: str, other: str) -> str:
 
 
 _SEGMENTS = list(SEGMENT_SIZES)
+_ABSOLUTE_FILE = "!self.uri.startsWith('file://') || self.uri.startsWith('file:///')"
+_NAMES_BUCKET = (
+    "!self.uri.startsWith('s3://') || self.uri.matches('^s3://[A-Za-z0-9][A-Za-z0-9_.-]{1,254}(/|$)')"
+)
+
+
+def _s3_options(rule: str, at: str) -> tuple[Cel, ...]:
+    """Expressions about the secret and the endpoint of a place in S3."""
+    return (
+        *(
+            Cel(
+                rule,
+                at,
+                f"!has(self.{name}) || (has(self.uri) && self.uri.startsWith('s3://'))",
+                "is for S3, but uri is not an s3:// URL; remove it, or write uri: s3://BUCKET/PREFIX",
+                f".{name}",
+            )
+            for name in ("secretName", "endpointUrl")
+        ),
+        Cel(
+            rule,
+            at,
+            "!has(self.endpointUrl) || self.endpointUrl.matches('^https?://')",
+            "is not an http or https URL; write for example http://minio:9000",
+            ".endpointUrl",
+        ),
+        Cel(
+            rule,
+            at,
+            "!has(self.endpointUrl) || !self.endpointUrl.matches('^[^/]*//[^/?#]*@')",
+            "holds a user name or a password, which everybody could read with the job; write the URL "
+            "without, and give credentials by secretName",
+            ".endpointUrl",
+        ),
+    )
+
 
 CEL: tuple[Cel, ...] = (
     Cel(
@@ -360,6 +396,36 @@ CEL: tuple[Cel, ...] = (
         ".uri",
     ),
     Cel(
+        "output-scheme",
+        "spec.output",
+        "!has(self.uri) || !self.uri.startsWith('pvc://') || "
+        "self.uri.matches('^pvc://[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?(/|$)')",
+        "names no claim; write pvc://CLAIM/PATH",
+        ".uri",
+    ),
+    Cel(
+        "output-scheme",
+        "spec.output",
+        f"!has(self.uri) || {_NAMES_BUCKET}",
+        "names no bucket; write s3://BUCKET/PREFIX",
+        ".uri",
+    ),
+    Cel(
+        "output-scheme",
+        "spec.output",
+        f"!has(self.uri) || {_ABSOLUTE_FILE}",
+        "is not an absolute path; write file:///PATH",
+        ".uri",
+    ),
+    Cel(
+        "output-scheme",
+        "spec.output",
+        "!has(self.uri) || !self.uri.matches('/[.][.](/|$)')",
+        "leaves its place by ..; write pvc://CLAIM/PATH, s3://BUCKET/PREFIX or file:///PATH",
+        ".uri",
+    ),
+    *_s3_options("output-credentials", "spec.output"),
+    Cel(
         "ring-fits-memory",
         "spec",
         "self.transport.onlyObject || !('memory' in self.rollout.resources.limits) || !"
@@ -433,43 +499,18 @@ CEL: tuple[Cel, ...] = (
     Cel(
         "object-store-url",
         "spec.transport.object",
-        "!has(self.uri) || !self.uri.startsWith('file://') || self.uri.startsWith('file:///')",
+        f"!has(self.uri) || {_ABSOLUTE_FILE}",
         "is not an absolute path; write file:///PATH",
         ".uri",
     ),
     Cel(
         "object-store-url",
         "spec.transport.object",
-        "!has(self.uri) || !self.uri.startsWith('s3://') || "
-        "self.uri.matches('^s3://[A-Za-z0-9][A-Za-z0-9_.-]{1,254}(/|$)')",
+        f"!has(self.uri) || {_NAMES_BUCKET}",
         "names no bucket; write s3://BUCKET/PREFIX",
         ".uri",
     ),
-    *(
-        Cel(
-            "object-store-url",
-            "spec.transport.object",
-            f"!has(self.{name}) || (has(self.uri) && self.uri.startsWith('s3://'))",
-            "is for S3, but uri is not an s3:// URL; remove it, or write uri: s3://BUCKET/PREFIX",
-            f".{name}",
-        )
-        for name in ("secretName", "endpointUrl")
-    ),
-    Cel(
-        "object-store-url",
-        "spec.transport.object",
-        "!has(self.endpointUrl) || self.endpointUrl.matches('^https?://')",
-        "is not an http or https URL; write for example http://minio:9000",
-        ".endpointUrl",
-    ),
-    Cel(
-        "object-store-url",
-        "spec.transport.object",
-        "!has(self.endpointUrl) || !self.endpointUrl.matches('^[^/]*//[^/?#]*@')",
-        "holds a user name or a password, which everybody could read with the job; write the URL without, "
-        "and give credentials by secretName",
-        ".endpointUrl",
-    ),
+    *_s3_options("object-store-url", "spec.transport.object"),
     Cel(
         "managed-by-name",
         "spec",

@@ -44,6 +44,7 @@ class Reason(_Documented):
         "Configuration",
         "Something outside the manifest is missing or wrong; the message says what.",
     )
+    UNSCHEDULABLE = "Unschedulable", "No node has what a pod asks for; the message says what is short."
     MODEL_LOAD = "ModelLoad", "The model or the tokenizer could not be read."
     TASK_LOAD = "TaskLoad", "The prompts or the reward function could not be read."
     REWARD_FAILED = "RewardFailed", "The reward function raised, took too long or returned no finite number."
@@ -128,7 +129,7 @@ class MetricSpec:
     source: Role
 
 
-_TRAINER, _ROLLOUT, _STORE = Role.TRAINER, Role.ROLLOUT, Role.STORE
+_TRAINER, _ROLLOUT, _STORE, _OPERATOR = Role.TRAINER, Role.ROLLOUT, Role.STORE, Role.OPERATOR
 _D = "logp_old - logp_rollout of a generated token"
 
 # verl's rollout_corr/* under our prefix, verl's formulas: d = logp_old - logp_rollout, rho = exp(d), w = the
@@ -458,5 +459,56 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec(
         "tracerl_rollout_weight_version", "gauge", "", (), "Version of the rollout's weights.", _ROLLOUT
     ),
+    # -- operator -----------------------------------------------------------------------------------------
+    MetricSpec("tracerl_operator_build_info", "gauge", "", ("version",), "1; which version runs.", _OPERATOR),
+    MetricSpec(
+        "tracerl_operator_leads",
+        "gauge",
+        "",
+        (),
+        "1 where this operator works, 0 where it stands by.",
+        _OPERATOR,
+    ),
+    MetricSpec(
+        "tracerl_operator_jobs",
+        "gauge",
+        "",
+        ("state",),
+        "Jobs by state: Ready, NotReady, Suspended, Complete, Failed.",
+        _OPERATOR,
+    ),
+    MetricSpec("tracerl_operator_queue_depth", "gauge", "", (), "Jobs that wait to be looked at.", _OPERATOR),
+    MetricSpec(
+        "tracerl_operator_reconcile_duration_seconds",
+        "histogram",
+        "seconds",
+        ("result",),
+        "Looks at a job by what came of them: unchanged, changed, refused, stale, error, gone, foreign.",
+        _OPERATOR,
+    ),
+    MetricSpec(
+        "tracerl_operator_reconcile_errors_total",
+        "counter",
+        "",
+        ("reason",),
+        "Looks at a job that failed and are made again: NoAnswer, Code and a number, Unexpected.",
+        _OPERATOR,
+    ),
+    MetricSpec(
+        "tracerl_operator_watch_last_event_timestamp_seconds",
+        "gauge",
+        "seconds",
+        ("kind",),
+        "Unix time of the last event that a watch brought.",
+        _OPERATOR,
+    ),
+    MetricSpec(
+        "tracerl_operator_api_requests_total",
+        "counter",
+        "",
+        ("verb", "kind", "code"),
+        "Requests to the API server; code 0 where no answer came.",
+        _OPERATOR,
+    ),
 )
-"""Every metric of a job's processes; exporters, dashboards, alerts and reference pages read it."""
+"""Every metric of a job's processes and of the operator; exporters, dashboards and the reference read it."""

@@ -253,7 +253,9 @@ class RewardSource(Model):
     """Where the module of `task.reward` comes from; at most one of the fields. None means the image."""
 
     config_map: str | None = field(None, doc="Config map whose keys are Python files.", max_length=253)
-    uri: str | None = field(None, doc="Python file or directory, any fsspec URL.", max_length=1024)
+    uri: str | None = field(
+        None, doc="Python file, zip file of them, or directory; any fsspec URL.", max_length=1024
+    )
 
 
 class AnswerFormat(StrEnum):
@@ -617,8 +619,10 @@ class Optimizer(Model):
 class Checkpoint(Model):
     """Checkpoints of the whole job: weights, optimizer, data order, counters."""
 
-    every: int = field(10, doc="Steps between checkpoints.", unit="steps", ge=1, mutable=Mutability.ALWAYS)
-    keep: int = field(2, doc="Newest checkpoints kept.", ge=1, le=1_000, mutable=Mutability.ALWAYS)
+    every: int = field(
+        10, doc="Steps between checkpoints.", unit="steps", ge=1, mutable=Mutability.WHILE_SUSPENDED
+    )
+    keep: int = field(2, doc="Newest checkpoints kept.", ge=1, le=1_000, mutable=Mutability.WHILE_SUSPENDED)
 
 
 class Trainer(Model):
@@ -635,7 +639,7 @@ class Trainer(Model):
     micro_batch_tokens: int = field(
         16_384, doc="Padded tokens of one forward and backward.", unit="tokens", ge=1, le=INT32_MAX
     )
-    checkpoint: Checkpoint = field(Checkpoint, doc="Checkpoints.", mutable=Mutability.ALWAYS)
+    checkpoint: Checkpoint = field(Checkpoint, doc="Checkpoints.", mutable=Mutability.WHILE_SUSPENDED)
     threads: int = field(1, doc="CPU threads a process.", ge=1, le=1_024)
     image: str | None = field(
         None, doc="Container image; null means the operator's default.", max_length=1024
@@ -810,7 +814,20 @@ class Output(Model):
     """Where checkpoints, logs and the report go."""
 
     uri: str | None = field(
-        None, doc="pvc://CLAIM/PATH, s3://… or file://…; `tracerl run --out` wins locally.", max_length=1024
+        None,
+        doc="pvc://CLAIM/PATH, s3://BUCKET/PREFIX or file:///PATH. On a cluster every job makes a directory "
+        "of its own there (see status.output); null means a directory of the pod, which goes with it. "
+        "`tracerl run --out` wins locally.",
+        max_length=1024,
+    )
+    secret_name: str | None = field(
+        None,
+        doc="Secret with the keys AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY for an s3:// uri, mounted into "
+        "the trainer's pods; null means what the pods have by themselves, such as a role of their account.",
+        max_length=253,
+    )
+    endpoint_url: str | None = field(
+        None, doc="Endpoint of an S3-compatible store; null means AWS_ENDPOINT_URL or AWS.", max_length=1024
     )
 
 
@@ -841,7 +858,7 @@ class Spec(Model):
     transport: Transport = field(Transport, doc="How records travel.")
     records: Records = field(Records, doc="What is recorded.")
     observe: Observe = field(Observe, doc="Observation.")
-    expect: Expect = field(Expect, doc="What a canary must reach.", mutable=Mutability.ALWAYS)
+    expect: Expect = field(Expect, doc="What a canary must reach.", mutable=Mutability.WHILE_SUSPENDED)
 
 
 # -- what is observed -------------------------------------------------------------------------------------
@@ -884,6 +901,7 @@ class Status(Model):
     start_time: str | None = None
     completion_time: str | None = None
     restarts: int = 0
+    output: str | None = Field(None, max_length=2048)
     progress: Progress = Field(default_factory=Progress)
 
 

@@ -42,7 +42,9 @@ class Endpoints(Model):
     trainer: list[Endpoint] = Field(default_factory=list)
     """Trainer processes by rank."""
     rendezvous: str | None = None
-    """host:port of trainer 0 for process groups; None on one machine, see `RunLayout.meeting`."""
+    """host:port of trainer 0 for the groups that weights travel in; None on one machine."""
+    meeting: str | None = None
+    """host:port of trainer 0 where the trainers meet; None on one machine, see `RunLayout.meeting`."""
 
 
 class ResolvedJob(Model):
@@ -57,6 +59,12 @@ class ResolvedJob(Model):
     """What outlives runs, such as warmed-up weights."""
     token_file: Path
     """Bearer token of every endpoint that changes or reads data."""
+    credentials_dir: Path | None = None
+    """Files of the secret for `spec.transport.object`; None where the environment has the credentials."""
+    output_uri: str | None = None
+    """The run's own place in an object store, whose copy `run_dir` then is; None where `run_dir` stays."""
+    output_credentials_dir: Path | None = None
+    """Files of the secret for `output_uri`; None where the environment has the credentials."""
     ring_dir: Path | None = None
     """Directory in shared memory with one directory a record store of the node; None where there is none."""
     endpoints: Endpoints
@@ -65,6 +73,16 @@ class ResolvedJob(Model):
     def layout(self) -> RunLayout:
         """Paths inside the run directory."""
         return RunLayout(self.run_dir)
+
+    @property
+    def on_cluster(self) -> bool:
+        """Whether every process is in a pod, where no `tracerl run` looks after them."""
+        return self.endpoints.directory is None
+
+    @property
+    def appear_seconds(self) -> float:
+        """How long a process may take to appear: on a cluster a pod is placed and an image pulled first."""
+        return 900.0 if self.on_cluster else 300.0
 
     @property
     def records_uri(self) -> str:

@@ -104,6 +104,8 @@ OWN_FIELDS = {
 }
 """Fields that a pod template leaves to the job, by where they stand there: its life is its own."""
 LOCAL_NODES = 16
+_CLAIM = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
+_BUCKET = r"[A-Za-z0-9][\w.-]{1,254}"
 _KIB, _MIB = 2**10, 2**20
 
 
@@ -716,11 +718,31 @@ def disk_sync_is_shared(facts: Facts) -> Iterator[Fault]:
 
 @_rule(Level.API, "spec.output.uri")
 def output_scheme(facts: Facts) -> Iterator[Fault]:
-    """Results go to a volume claim, S3 or a directory."""
+    """Results go to a volume claim, S3 or a directory, and stay below what is named."""
     uri = facts.spec.output.uri
-    if uri is not None and scheme(uri) not in OUTPUT_SCHEMES:
-        remedy = "write pvc://CLAIM/PATH, s3://BUCKET/PREFIX or file:///PATH"
+    if uri is None:
+        return
+    remedy = "write pvc://CLAIM/PATH, s3://BUCKET/PREFIX or file:///PATH"
+    found, named = scheme(uri), uri.partition("://")[2].partition("/")[0]
+    if found not in OUTPUT_SCHEMES:
         yield Fault("spec.output.uri", f"is {uri[:200]!r}, not an output URL", remedy)
+    elif found == "pvc" and re.fullmatch(_CLAIM, named, re.ASCII) is None:
+        yield Fault("spec.output.uri", f"names {named[:80]!r}, which is no claim", "write pvc://CLAIM/PATH")
+    elif found == "s3" and re.fullmatch(_BUCKET, named, re.ASCII) is None:
+        yield Fault(
+            "spec.output.uri", f"names {named[:80]!r}, which is no bucket", "write s3://BUCKET/PREFIX"
+        )
+    elif found == "file" and named:
+        yield Fault("spec.output.uri", f"is {uri[:200]!r}, not an absolute path", "write file:///PATH")
+    elif ".." in uri.split("/"):
+        yield Fault("spec.output.uri", f"is {uri[:200]!r}, which leaves its place by ..", remedy)
+
+
+@_rule(Level.API, "spec.output.uri", "spec.output.secretName", "spec.output.endpointUrl")
+def output_credentials(facts: Facts) -> Iterator[Fault]:
+    """An output in S3 alone has a secret, and an endpoint without keys."""
+    output = facts.spec.output
+    yield from _s3_options("spec.output", output.uri, output.secret_name, output.endpoint_url)
 
 
 # -- transport --------------------------------------------------------------------------------------------
@@ -895,20 +917,25 @@ def object_store_url(facts: Facts) -> Iterator[Fault]:
         yield Fault(path, "is memory of one process, which others do not see", remedy)
     elif found == "file" and not uri.startswith("file:///"):
         yield Fault(path, f"is {uri[:200]!r}, not an absolute path", "write file:///PATH")
-    elif found == "s3" and re.fullmatch(r"[A-Za-z0-9][\w.-]{1,254}", bucket, re.ASCII) is None:
+    elif found == "s3" and re.fullmatch(_BUCKET, bucket, re.ASCII) is None:
         yield Fault(path, f"names {bucket[:80]!r}, which is no bucket", "write s3://BUCKET/PREFIX")
-    if found != "s3":
-        for name, value in (("secretName", store.secret_name), ("endpointUrl", store.endpoint_url)):
+    yield from _s3_options("spec.transport.object", store.uri, store.secret_name, store.endpoint_url)
+
+
+def _s3_options(path: str, uri: str | None, secret: str | None, endpoint: str | None) -> Iterator[Fault]:
+    """Find what is wrong with the secret and the endpoint of a place whose URL is `path`.uri."""
+    if scheme(uri or "") != "s3":
+        for name, value in (("secretName", secret), ("endpointUrl", endpoint)):
             if value is not None:
-                problem = "is for S3, but object.uri is not an s3:// URL"
-                yield Fault(f"spec.transport.object.{name}", problem, "remove it, or write uri: s3://…")
-    elif store.endpoint_url is not None and re.match(r"[^/]*//[^/?#]*@", store.endpoint_url):
+                problem = f"is for S3, but {path.rpartition('.')[2]}.uri is not an s3:// URL"
+                yield Fault(f"{path}.{name}", problem, "remove it, or write uri: s3://…")
+    elif endpoint is not None and re.match(r"[^/]*//[^/?#]*@", endpoint):
         problem = "holds a user name or a password, which everybody could read with the job"
         remedy = "write the URL without, and give credentials by secretName or AWS_ACCESS_KEY_ID"
-        yield Fault("spec.transport.object.endpointUrl", problem, remedy)
-    elif store.endpoint_url is not None and scheme(store.endpoint_url) not in {"http", "https"}:
-        problem = f"is {store.endpoint_url[:200]!r}, not an http or https URL"
-        yield Fault("spec.transport.object.endpointUrl", problem, "write for example http://minio:9000")
+        yield Fault(f"{path}.endpointUrl", problem, remedy)
+    elif endpoint is not None and scheme(endpoint) not in {"http", "https"}:
+        problem = f"is {endpoint[:200]!r}, not an http or https URL"
+        yield Fault(f"{path}.endpointUrl", problem, "write for example http://minio:9000")
 
 
 @_rule(Level.START, "spec.transport.object.secretName")

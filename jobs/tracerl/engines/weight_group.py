@@ -32,9 +32,16 @@ class WeightGroup:
     def __init__(
         self, address: str, port: int, *, rank: int, world_size: int, name: str, timeout_seconds: float
     ) -> None:
-        """Reach rank 0's store; rank 0 itself listens on `port` (0 takes a free one, see the attribute)."""
+        """Reach rank 0's store; rank 0 itself listens on `port` (0 takes a free one, see the attribute).
+
+        Groups of one process may share a port: their names keep them apart.
+        """
         timeout = timedelta(seconds=timeout_seconds)
-        self._store = TCPStore(address, port, world_size, rank == 0, timeout, wait_for_workers=False)
+        # Rank 0 need not wait until its own name is known.
+        host = "127.0.0.1" if rank == 0 else address
+        self._store = TCPStore(
+            host, port, world_size, rank == 0, timeout, wait_for_workers=False, multi_tenant=rank == 0
+        )
         self.port: int = self._store.port
         self.rank, self.world_size, self.name = rank, world_size, name
         self._timeout = timeout

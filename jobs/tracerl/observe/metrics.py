@@ -6,22 +6,25 @@ record each value is. Counters start from 0 with the process, as Prometheus expe
 
 from __future__ import annotations
 
+import asyncio
+import hmac
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from importlib.metadata import version
 from types import TracebackType
-from typing import Self
-from wsgiref.simple_server import WSGIRequestHandler, make_server
+from typing import Any, Self, TypeVar
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
-from prometheus_client.exposition import ThreadingWSGIServer
+from aiohttp import web
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from tracerl.api.constants import METRICS, MetricSpec, Role
 from tracerl.api.job import TraceRLJob
 from tracerl.rl.steprecord import Gap, StepRecord
+from tracerl.transport.listen import HttpServer, Strangers
 
+T = TypeVar("T")
 Sample = tuple[tuple[str, ...], float]
 """Label values in the order of the metric's labels, and the value."""
 
@@ -204,44 +207,60 @@ class StepExporter(Collector):
         return _VALUES[spec.name](step)
 
 
-class _Quiet(WSGIRequestHandler):
-    def log_message(self, format: str, *args: object) -> None:
-        """Write nothing: a scrape every few seconds is not worth a line each."""
-
-
 class MetricsServer:
-    """HTTP server of `/metrics` and `/healthz` in a thread of its own; `port` 0 takes a free one.
+    """HTTP server of `/metrics` and `/health` in a thread of its own; `port` 0 takes a free one.
 
-    OSError when the address cannot be bound.
+    `host` None means all interfaces. With a `token`, `/metrics` is for who shows it as bearer token;
+    `/health` is open. OSError when the address cannot be bound.
     """
 
-    def __init__(self, exporter: StepExporter, *, host: str = "127.0.0.1", port: int = 0) -> None:
-        registry = CollectorRegistry()
-        registry.register(exporter)
-        metrics = make_wsgi_app(registry)
-
-        def answer(environ: dict[str, object], start_response: Callable[..., object]) -> Iterable[bytes]:
-            if environ["PATH_INFO"] == "/metrics":
-                answered: Iterable[bytes] = metrics(environ, start_response)
-                return answered
-            found = environ["PATH_INFO"] == "/healthz"
-            start_response("200 OK" if found else "404 Not Found", [("Content-Type", "text/plain")])
-            return [b"ok\n" if found else b"not found: ask for /metrics or /healthz\n"]
-
-        self._server = make_server(host, port, answer, ThreadingWSGIServer, _Quiet)
-        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+    def __init__(
+        self,
+        exporter: StepExporter,
+        *,
+        host: str | None = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
+    ) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(exporter)
+        self._authorization = None if token is None else f"Bearer {token}".encode()
+        self._strangers = Strangers()
+        application = web.Application()
+        application.router.add_get("/health", self._health)
+        application.router.add_get("/metrics", self._metrics)
+        self._http = HttpServer(application, self._strangers)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="metrics", daemon=True)
         self._thread.start()
+        try:
+            self.port: int = self._call(self._http.start(host, port))
+            """Port that is bound."""
+        except BaseException:
+            self.close()
+            raise
 
-    @property
-    def port(self) -> int:
-        """Port that is bound."""
-        return self._server.server_port
+    async def _health(self, _request: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if self._authorization is not None and not hmac.compare_digest(given, self._authorization):
+            message = "the bearer token is missing or wrong; use the token file of this run\n"
+            return web.Response(status=401, text=message)
+        self._strangers.admit(request)
+        text = generate_latest(self._registry)
+        return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def close(self) -> None:
         """Stop and release the port."""
-        self._server.shutdown()
-        self._server.server_close()
+        self._call(self._http.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        self._loop.close()
 
     def __enter__(self) -> Self:
         return self

@@ -28,7 +28,10 @@ from tracerl.api.constants import Reason
 from tracerl.api.errors import JobError
 
 _NAME = re.compile(r"step-(\d{6,})")
-_TENSORS, _LOOP, _MANIFEST = "state.safetensors", "loop.json", "manifest.json"
+_TENSORS, _LOOP = "state.safetensors", "loop.json"
+MANIFEST = "manifest.json"
+FILES = (_TENSORS, _LOOP, MANIFEST)
+"""Files of a checkpoint in the order in which they are copied: it is one when the last is there."""
 _FORMAT = 1
 
 
@@ -39,6 +42,26 @@ class Checkpoint:
     step: int
     tensors: dict[str, Tensor]
     loop: dict[str, Any]
+
+
+def checkpoint_name(step: int) -> str:
+    """Name of the directory of a checkpoint."""
+    return f"step-{step:06d}"
+
+
+def checkpoint_step(name: str) -> int | None:
+    """Step of the checkpoint in a directory of this name; None when it is not the name of one."""
+    found = _NAME.fullmatch(name)
+    return int(found[1]) if found and checkpoint_name(int(found[1])) == name else None
+
+
+def damage(path: Path) -> str | None:
+    """Say how the checkpoint in a directory is not as its manifest says; None when it is. OSError."""
+    try:
+        _verify(path)
+    except (ValueError, LookupError, TypeError, RecursionError, FileNotFoundError) as error:
+        return str(error)
+    return None
 
 
 class Checkpoints:
@@ -53,7 +76,7 @@ class Checkpoints:
 
         `loop["step"]` is the step too.
         """
-        target = self._directory / f"step-{step:06d}"
+        target = self._directory / checkpoint_name(step)
         partial = self._directory / f".{target.name}.partial"
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -64,7 +87,7 @@ class Checkpoints:
             )
             _write(partial / _LOOP, json.dumps(loop))
             files = {name: _measure(partial / name) for name in (_TENSORS, _LOOP)}
-            _write(partial / _MANIFEST, json.dumps({"format": _FORMAT, "step": step, "files": files}))
+            _write(partial / MANIFEST, json.dumps({"format": _FORMAT, "step": step, "files": files}))
             for path in (partial / _TENSORS, partial):
                 _sync(path)
             # A damaged checkpoint of the same step may be in the way.
@@ -132,19 +155,25 @@ class Checkpoints:
                 _remove(entry)
 
 
-def _read(path: Path) -> Checkpoint:
-    manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+def _verify(path: Path) -> int:
+    """Compare a checkpoint with its manifest and return its step; raises what is wrong with it."""
+    manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     if manifest["format"] != _FORMAT:
         raise ValueError(f"its format is {manifest['format']}, this version reads {_FORMAT}")
     if set(manifest["files"]) != {_TENSORS, _LOOP}:
-        raise ValueError(f"{_MANIFEST} does not name {_TENSORS} and {_LOOP} alone")
+        raise ValueError(f"{MANIFEST} does not name {_TENSORS} and {_LOOP} alone")
     for name in (_TENSORS, _LOOP):
         if manifest["files"][name] != _measure(path / name):
-            raise ValueError(f"{name} does not have the length and hash of {_MANIFEST}")
+            raise ValueError(f"{name} does not have the length and hash of {MANIFEST}")
+    step: int = manifest["step"]
+    return step
+
+
+def _read(path: Path) -> Checkpoint:
+    step = _verify(path)
     loop = json.loads((path / _LOOP).read_text(encoding="utf-8"))
-    step = manifest["step"]
-    if path.name != f"step-{step:06d}" or loop["step"] != step:
-        raise ValueError(f"{_MANIFEST} says step {step}, {_LOOP} {loop['step']}")
+    if path.name != checkpoint_name(step) or loop["step"] != step:
+        raise ValueError(f"{MANIFEST} says step {step}, {_LOOP} {loop['step']}")
     return Checkpoint(step=step, tensors=load_file(path / _TENSORS), loop=loop)
 
 

@@ -36,6 +36,7 @@ from tracerl.rl.tokenizer import Tokenizer, load_tokenizer
 from tracerl.rl.train import Group, Learner, Timer
 from tracerl.rl.warmup import WarmupResult, warm_up
 from tracerl.transport.base import FrameSource
+from tracerl.transport.places import s3_options
 
 T = TypeVar("T")
 
@@ -55,6 +56,14 @@ class Log(Protocol):
         """Return when everything written so far would survive a power cut."""
         ...
 
+    def saved(self, step: int) -> None:
+        """Take that the checkpoint of this step is there, whole."""
+        ...
+
+
+class StoppedError(TraceRLError):
+    """The loop was asked to stop; a checkpoint holds every step that it did, if it did any."""
+
 
 class LoopState(BaseModel):
     """What a checkpoint holds beside the engine's tensors."""
@@ -71,16 +80,25 @@ class LoopState(BaseModel):
     totals: Totals = Totals()
 
 
-async def run_loop(resolved: ResolvedJob, engine: TrainerEngine, log: Log) -> None:
+async def run_loop(
+    resolved: ResolvedJob,
+    engine: TrainerEngine,
+    log: Log,
+    *,
+    asked_to_stop: Callable[[], Coroutine[Any, Any, None]] | None = None,
+) -> None:
     """Run a job to its end, continuing from its newest whole checkpoint.
 
     Call it from the main thread. JobError says why the job failed, after the log got the same; a cancelled
-    loop leaves the last checkpoint.
+    loop leaves the last checkpoint. `asked_to_stop` is called when there are steps to lose, and returns when
+    the loop is to end early: it does so by StoppedError, after the step that it is in and a checkpoint.
     """
     run_id = secrets.token_hex(8)
     spec = resolved.job.spec
     tokenizer = load_tokenizer(spec.model)
-    task = load_task(spec.task, order_seed=spec.algorithm.seed, scratch=resolved.run_dir)
+    task = load_task(
+        spec.task, order_seed=spec.algorithm.seed, scratch=resolved.run_dir, s3=s3_options(resolved)
+    )
     trainer = ThreadPoolExecutor(1, "trainer")
     with open_loader(resolved, engine.shape, run_id, LEADER) as (loader, source):
         ranks = spec.trainer.parallelism.data
@@ -103,8 +121,11 @@ async def run_loop(resolved: ResolvedJob, engine: TrainerEngine, log: Log) -> No
             loader=loader if ranks == 1 else None,
         )
         try:
-            await loop.run()
+            await loop.run(asked_to_stop)
             await loop.write_model()
+        except StoppedError:
+            leading.close()
+            raise
         except JobError as error:
             loop.finish(error)
             raise
@@ -148,6 +169,12 @@ class _Loop:
         self._table = site_table(engine.shape, self._spec)
         self._checkpoints = Checkpoints(resolved.layout.checkpoints, keep=self._spec.trainer.checkpoint.keep)
         self._state = LoopState(job_uid=resolved.job_uid)
+        self._saved = 0
+        """Step of the newest checkpoint."""
+        self._asked = asyncio.Event()
+        """Set when the loop is to stop."""
+        self._stepping = asyncio.Lock()
+        """Held while weights and state are not of the same step."""
         self._beside: set[asyncio.Task[None]] = set()
         self._tasks: asyncio.TaskGroup | None = None
 
@@ -180,8 +207,8 @@ class _Loop:
 
     # -- from start to end --------------------------------------------------------------------------------
 
-    async def run(self) -> None:
-        """Run all steps that are left."""
+    async def run(self, asked_to_stop: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
+        """Run all steps that are left; StoppedError when that was cut short."""
         if self._tokenizer.vocab > self._engine.shape.vocab:
             raise InputError(
                 f"the tokenizer has {self._tokenizer.vocab} token ids, but the model only "
@@ -215,11 +242,26 @@ class _Loop:
             try:
                 # Inside the clients' lives: whatever uses them has ended when they close.
                 async with asyncio.TaskGroup() as self._tasks:
+                    if asked_to_stop is not None:
+                        self._spawn(self._stop_after(asked_to_stop()))
                     await self._generate_and_train(rollouts, generator, warmup)
                     for task in list(self._beside):
                         task.cancel()
             except BaseExceptionGroup as errors:
                 raise _cause(errors) from None
+
+    async def _stop_after(self, asked: Coroutine[Any, Any, None]) -> None:
+        await asked
+        self._asked.set()
+        async with self._stepping:
+            if self._state.step > self._saved:
+                await self._checkpoint()
+        step = self._state.step
+        raise StoppedError(
+            f"stopped after step {step}, which is in a checkpoint"
+            if step
+            else "stopped before the first step"
+        )
 
     async def _generate_and_train(
         self, rollouts: Rollouts, generator: Generator, warmup: WarmupResult
@@ -253,7 +295,7 @@ class _Loop:
         if state.job_uid != self._resolved.job_uid:
             raise self._foreign(f"is of job {state.job_uid}, not of {self._resolved.job_uid}")
         self._engine.load_state(found.tensors)
-        self._state = state
+        self._state, self._saved = state, state.step
         return True
 
     def _foreign(self, what: str) -> JobError:
@@ -296,44 +338,68 @@ class _Loop:
             waiting = time.perf_counter()
             groups = await batches.take(version)
             _split_wait(timer, groups, waiting, time.perf_counter())
-            outcome = await self._compute(partial(learner.step, groups, version, timer))
-            await self._check_missing(outcome.engine.records, version + 1, groups, generator)
-            with timer.part("push_weights"):
-                await rollouts.push(version + 1, self._engine.export())
-            # Released first: prompts may have waited for the room.
-            await generator.release(groups)
-            await batches.submit(version + 1)
-            held_out = None
-            if self._evaluation_items and self._evaluation_due(version + 1):
-                with timer.part("evaluate"):
-                    held_out = await generator.evaluate(self._evaluation_items, version + 1)
-            now = time.perf_counter()
-            timer.seconds["total"], ended = now - ended, now
-            context = StepContext(
-                run_id=self._run_id,
-                time=time.time(),
-                step=version + 1,
-                steps=algorithm.steps,
-                method=self._spec.method.name.value,
-                guided=self._plan.guided,
-                groups_dropped=batches.dropped,
-                restarts=rollouts.restarts,
-                held_out_reward=held_out,
-            )
-            usage = await asyncio.to_thread(self._source.usage)
-            transport = transport_of(usage, outcome.engine.records.read, batches.waits)
-            record = step_record(context, groups, outcome, transport, timer.seconds)
-            self._log.write(record.model_dump(mode="json"))
-            self._state.totals.add(record)
-            self._state.step = version + 1
-            self._state.next_group, self._state.pending_groups = batches.cursor
-            self._state.restarts = rollouts.restarts
-            batches.dropped, batches.waits, timer = 0, 0, Timer()
-            if self._state.step % checkpoint.every == 0 or self._state.step == algorithm.steps:
-                # Before the checkpoint, so that a resumed run finds every step up to it in the log.
-                self._log.sync()
-                with timer.part("checkpoint"):
-                    await self._compute(self._save)
+            async with self._stepping:
+                outcome = await self._compute(partial(learner.step, groups, version, timer))
+                await self._check_missing(outcome.engine.records, version + 1, groups, generator)
+                held_out = await self._unless_asked_to_stop(
+                    self._publish(rollouts, generator, batches, groups, timer)
+                )
+                now = time.perf_counter()
+                timer.seconds["total"], ended = now - ended, now
+                context = StepContext(
+                    run_id=self._run_id,
+                    time=time.time(),
+                    step=version + 1,
+                    steps=algorithm.steps,
+                    method=self._spec.method.name.value,
+                    guided=self._plan.guided,
+                    groups_dropped=batches.dropped,
+                    restarts=rollouts.restarts,
+                    held_out_reward=held_out,
+                )
+                usage = await asyncio.to_thread(self._source.usage)
+                transport = transport_of(usage, outcome.engine.records.read, batches.waits)
+                record = step_record(context, groups, outcome, transport, timer.seconds)
+                self._log.write(record.model_dump(mode="json"))
+                self._state.totals.add(record)
+                self._state.step = version + 1
+                self._state.next_group, self._state.pending_groups = batches.cursor
+                self._state.restarts = rollouts.restarts
+                batches.dropped, batches.waits, timer = 0, 0, Timer()
+                if self._state.step % checkpoint.every == 0 or self._state.step == algorithm.steps:
+                    with timer.part("checkpoint"):
+                        await self._checkpoint()
+
+    async def _publish(
+        self,
+        rollouts: Rollouts,
+        generator: Generator,
+        batches: Batches,
+        groups: Sequence[Group],
+        timer: Timer,
+    ) -> float | None:
+        """Give the rollouts the new weights and prompts; returns the held-out reward when it is due."""
+        version = self._state.step + 1
+        with timer.part("push_weights"):
+            await rollouts.push(version, self._engine.export())
+        # Released first: prompts may have waited for the room.
+        await generator.release(groups)
+        await batches.submit(version)
+        if not (self._evaluation_items and self._evaluation_due(version)):
+            return None
+        with timer.part("evaluate"):
+            return await generator.evaluate(self._evaluation_items, version)
+
+    async def _unless_asked_to_stop(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """Wait for what the rollouts do; not when the loop is to stop, for they may be going too."""
+        running, asked = asyncio.ensure_future(work), asyncio.ensure_future(self._asked.wait())
+        try:
+            await asyncio.wait((running, asked), return_when=asyncio.FIRST_COMPLETED)
+            return running.result() if running.done() else None
+        finally:
+            for each in (running, asked):
+                each.cancel()
+            await asyncio.gather(running, asked, return_exceptions=True)
 
     def _evaluation_due(self, step: int) -> bool:
         every = self._spec.algorithm.evaluation.every
@@ -343,6 +409,11 @@ class _Loop:
         self, records: RecordCounts, step: int, groups: Sequence[Group], generator: Generator
     ) -> None:
         limit, missing = self._spec.records.max_missing_ratio, records.missing.total()
+        if missing and self._asked.is_set():
+            # Their stores are going, too. No step that lacks them is to be in the checkpoint.
+            raise StoppedError(
+                f"stopped in step {step}, whose records are gone; the checkpoint is of step {self._saved}"
+            )
         if not records.rows or missing / records.rows <= limit:
             return
         reasons = ", ".join(f"{count} {reason}" for reason, count in records.missing.items())
@@ -359,6 +430,13 @@ class _Loop:
             Reason.RECORDS_MISSING,
             f"{lacks}, more than records.maxMissingRatio {limit}; see the logs of rollouts and record stores",
         )
+
+    async def _checkpoint(self) -> None:
+        # Before the checkpoint, so that a resumed run finds every step up to it in the log.
+        self._log.sync()
+        await self._compute(self._save)
+        self._saved = self._state.step
+        self._log.saved(self._saved)
 
     def _save(self) -> None:
         self._checkpoints.save(self._state.step, self._engine.state(), self._state.model_dump(mode="json"))

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from tracerl.api.constants import Reason
 from tracerl.api.errors import JobError, TraceRLError
@@ -46,22 +47,33 @@ _DTYPES = {
     for dtype in (torch.uint8, torch.bool, torch.int32, torch.int64, torch.bfloat16, torch.float32)
 }
 _LEADER = 0
-_MEET = timedelta(minutes=5)
+_HERE = "tracerl/here/"
+"""Keys of the ranks that have come."""
 # Others wait for rank 0 while it generates. One that is gone is noticed at once, by its closed connection.
 _PATIENCE = timedelta(days=1)
 _ANSWERED = ("forward", "accumulate", "stats")
 Message = tuple[dict[str, Any], list[Tensor]]
 
 
-def join(meeting: Path, *, rank: int, ranks: int) -> None:
-    """Meet the other trainer processes of this machine through a file that was not there before.
+def join(meeting: Path | str, *, rank: int, ranks: int, seconds: float = 300.0) -> None:
+    """Meet the other trainer processes.
 
-    JobError when not all of them come within 5 minutes.
+    On one machine through a file that was not there before; elsewhere at rank 0, whose address is then
+    ``host:port`` and may be unknown for a while. JobError when not all of them come within `seconds`.
     """
+    patience = timedelta(seconds=seconds)
     try:
-        meeting.parent.mkdir(parents=True, exist_ok=True)
-        store = dist.FileStore(str(meeting), ranks)  # type: ignore[attr-defined]
-        store.set_timeout(_MEET)
+        if isinstance(meeting, Path):
+            meeting.parent.mkdir(parents=True, exist_ok=True)
+            store: Store = FileStore(str(meeting), ranks)
+        else:
+            host, _, port = meeting.rpartition(":")
+            # Rank 0 need not wait until its own name is known.
+            host = "127.0.0.1" if rank == _LEADER else host
+            store = TCPStore(host, int(port), ranks, rank == _LEADER, patience, wait_for_workers=False)
+        # Before the group, which would wait for the others as long as for anything else.
+        store.set(f"{_HERE}{rank}", "")
+        store.wait([f"{_HERE}{other}" for other in range(ranks)], patience)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=_PATIENCE)
     except (OSError, RuntimeError) as error:
         raise JobError(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
@@ -38,11 +39,12 @@ from tracerl.engines.client import (
     push_from_disk,
 )
 
-_APPEAR_SECONDS = 300.0
-"""A rollout must answer this long after the trainer started, and after it was lost."""
 _LOOK_SECONDS = 0.2
+_LOOK_LEAST_OFTEN = 5.0
 _HEALTH_SECONDS = 2.0
 _PUSH_ATTEMPTS = 8
+
+_log = logging.getLogger(__name__)
 
 Report = Callable[[str, str], None]
 """Takes a reason and a sentence for the run log."""
@@ -66,6 +68,8 @@ class _Replica:
         self.name = name
         self.client = client
         self.up = asyncio.Event()
+        self.lost = asyncio.Event()
+        """Set when the server that was there is gone; another event then stands for the next one."""
 
 
 def _passes(error: RolloutError) -> bool:
@@ -98,6 +102,8 @@ class Rollouts:
         self._endpoints = resolved.endpoints
         self._weights_directory = resolved.layout.weights
         self._by_disk = weights_by_disk(resolved.job.spec, resolved.endpoints)
+        self._appear_seconds = resolved.appear_seconds
+        """A rollout must answer this long after the trainer started, and after it was lost."""
         self._max_restarts = resolved.job.spec.failure_policy.max_restarts
         self._site_table = site_table
         self._report = report
@@ -137,13 +143,22 @@ class Rollouts:
         """Generate on replica `number` modulo their count; ReplicaLostError when it was lost meanwhile."""
         replica = self._replicas[number % len(self._replicas)]
         await replica.up.wait()
+        lost = asyncio.ensure_future(replica.lost.wait())
+        call = asyncio.ensure_future(replica.client.generate_batch(prompts, sampling, ids=ids))
         try:
-            return await replica.client.generate_batch(prompts, sampling, ids=ids)
+            await asyncio.wait((call, lost), return_when=asyncio.FIRST_COMPLETED)
+            if not call.done():
+                # A node that is gone closes no connection: the answer would be waited for for an hour.
+                raise ReplicaLostError(replica.name)
+            return call.result()
         except RolloutError as error:
             if not _passes(error):
                 raise
             await self._check(replica)
             raise ReplicaLostError(replica.name) from None
+        finally:
+            lost.cancel()
+            call.cancel()
 
     async def push(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Give all replicas the weights of a version; what runs is retracted and goes on with them.
@@ -203,8 +218,9 @@ class Rollouts:
             await push_from_disk(clients, str(weights.directory), weights.version)
         else:
             if self._broadcaster is None or len(clients) != len(self._replicas):
+                address, port = self._address()
                 broadcaster = await Broadcaster.open(
-                    clients, address=self._address(), name=f"weights-{next(self._group_numbers)}"
+                    clients, address=address, port=port, name=f"weights-{next(self._group_numbers)}"
                 )
             else:
                 broadcaster = self._broadcaster
@@ -213,10 +229,10 @@ class Rollouts:
                 self._broadcaster = broadcaster
         await asyncio.gather(*(client.continue_generation() for client in clients))
 
-    def _address(self) -> str:
-        """Name under which rollouts reach this process."""
-        rendezvous = self._endpoints.rendezvous
-        return rendezvous.rpartition(":")[0] if rendezvous else "127.0.0.1"
+    def _address(self) -> tuple[str, int]:
+        """Name and port under which rollouts reach this process; port 0 means a free one."""
+        host, _, port = (self._endpoints.rendezvous or "127.0.0.1:0").rpartition(":")
+        return host, int(port)
 
     # -- restarts ------------------------------------------------------------------------------------
 
@@ -235,6 +251,8 @@ class Rollouts:
             return
         if replica.up.is_set():
             replica.up.clear()
+            replica.lost.set()
+            replica.lost = asyncio.Event()
             self._broadcaster = None
             self._spawn(self._recover(replica))
 
@@ -268,7 +286,7 @@ class Rollouts:
 
     async def _connect(self, replica: _Replica) -> None:
         """Wait until the replica's server answers, wherever it is now, and adopt it."""
-        deadline = time.monotonic() + _APPEAR_SECONDS
+        started, pause = time.monotonic(), _LOOK_SECONDS
         while True:
             url = self._url(replica.name)
             if url is not None:
@@ -279,13 +297,17 @@ class Rollouts:
                 except RolloutError as error:
                     if not _passes(error):
                         raise
-            if time.monotonic() > deadline:
+                    if pause == _LOOK_SECONDS:
+                        _log.info("waiting for %s: %s", replica.name, error)
+            if time.monotonic() - started > self._appear_seconds:
                 raise JobError(
                     Reason.ROLLOUT_FAILED,
                     f"{replica.name} {f'at {url} ' if url else ''}did not answer within "
-                    f"{_APPEAR_SECONDS:.0f} s; see its log",
+                    f"{self._appear_seconds:.0f} s; see its log",
                 )
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(pause)
+            if url is not None:
+                pause = min(2 * pause, _LOOK_LEAST_OFTEN)
 
     def _url(self, name: str) -> str | None:
         endpoint = next(found for found in self._endpoints.rollout if found.name == name)

@@ -16,7 +16,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
@@ -28,7 +28,9 @@ from tracerl.api.constants import Reason
 from tracerl.api.errors import InputError, JobError
 from tracerl.api.job import AnswerFormat
 from tracerl.api.job import Task as TaskSpec
+from tracerl.rl.rewardcode import CodeError, fetch_code
 from tracerl.rl.tokenizer import CHAIN_SUM_QUESTION
+from tracerl.transport.objects.backend import one_line
 
 REWARD_MOUNT = Path("/etc/tracerl/reward")
 """Where `task.source.configMap` is mounted on a cluster."""
@@ -466,9 +468,16 @@ class JSONLines:
     """Items of a JSONL file at any fsspec URL, scored by a function of the user in worker processes."""
 
     def __init__(
-        self, uri: str, reward: str, path: Sequence[str], *, shuffle_seed: int, timeout_seconds: int
+        self,
+        uri: str,
+        reward: str,
+        path: Sequence[str],
+        *,
+        shuffle_seed: int,
+        timeout_seconds: int,
+        s3: Mapping[str, str],
     ) -> None:
-        self._items = _read_lines(uri)
+        self._items = _read_lines(uri, s3)
         # The held-out items are the first ones: without this they would be the first of a sorted file.
         random.Random(shuffle_seed).shuffle(self._items)  # noqa: S311 -- data order
         self.size: int | None = len(self._items)
@@ -491,13 +500,18 @@ class JSONLines:
         self._workers.close()
 
 
-def _read_lines(uri: str) -> list[Item]:
+def _options(uri: str, s3: Mapping[str, str]) -> Mapping[str, str]:
+    return s3 if uri.startswith(("s3://", "s3a://")) else {}
+
+
+def _read_lines(uri: str, s3: Mapping[str, str]) -> list[Item]:
     try:
-        with fsspec.open(uri, "rb") as file:
+        with fsspec.open(uri, "rb", **_options(uri, s3)) as file:
             lines: list[bytes] = file.read().splitlines()
-    except (OSError, ImportError, ValueError) as error:
+    except Exception as error:  # noqa: BLE001 -- each of fsspec's many file systems has errors of its own
         raise JobError(
-            Reason.TASK_LOAD, f"{uri} cannot be read ({error}); check spec.task.uri and the credentials"
+            Reason.TASK_LOAD,
+            f"{uri} cannot be read ({one_line(error)}); check spec.task.uri and the credentials",
         ) from None
     items = []
     for number, line in enumerate(lines, start=1):
@@ -529,10 +543,10 @@ def _read_lines(uri: str) -> list[Item]:
     return items
 
 
-def _reward_path(spec: TaskSpec, scratch: Path) -> list[str]:
+def _reward_path(spec: TaskSpec, scratch: Path, s3: Mapping[str, str]) -> list[str]:
     """Return the directories besides the working one to import the reward module from; fetches it."""
     source, reward = spec.source, spec.reward
-    if source is None:
+    if source is None or (source.config_map is None and source.uri is None):
         return []
     if source.config_map is not None:
         if not REWARD_MOUNT.is_dir():
@@ -545,25 +559,18 @@ def _reward_path(spec: TaskSpec, scratch: Path) -> list[str]:
     assert source.uri is not None
     assert reward is not None
     target = scratch / "reward"
-    target.mkdir(parents=True, exist_ok=True)
     try:
-        filesystem, path = fsspec.core.url_to_fs(source.uri)
-        if filesystem.isdir(path):
-            filesystem.get(path.rstrip("/") + "/", str(target) + "/", recursive=True)
-        else:
-            module = reward.split(":")[0]
-            filesystem.get(path, str(target / f"{module.split('.')[-1]}.py"))
-    except (OSError, ImportError, ValueError) as error:
-        raise JobError(
-            Reason.TASK_LOAD, f"spec.task.source.uri {source.uri} cannot be read ({error}); check the address"
-        ) from None
+        fetch_code(source.uri, reward.partition(":")[0], target, _options(source.uri, s3))
+    except CodeError as error:
+        raise JobError(Reason.TASK_LOAD, f"spec.task.source.uri {source.uri} {error}") from None
     return [str(target)]
 
 
-def load_task(spec: TaskSpec, *, order_seed: int, scratch: Path) -> Task:
+def load_task(spec: TaskSpec, *, order_seed: int, scratch: Path, s3: Mapping[str, str] | None = None) -> Task:
     """Return the job's task; call it from the main thread, whose life the worker processes share.
 
-    `scratch` is a directory of the run for fetched reward code. InputError or JobError says what is wrong.
+    `scratch` is a directory of the run for fetched reward code, and `s3` fsspec's options for what is read
+    from s3:// URLs. InputError or JobError says what is wrong.
     """
     source: Source
     if spec.name is not None:
@@ -582,9 +589,10 @@ def load_task(spec: TaskSpec, *, order_seed: int, scratch: Path) -> Task:
         source = JSONLines(
             spec.uri,
             spec.reward,
-            _reward_path(spec, scratch),
+            _reward_path(spec, scratch, s3 or {}),
             shuffle_seed=spec.seed,
             timeout_seconds=spec.reward_timeout_seconds,
+            s3=s3 or {},
         )
     else:
         raise InputError("spec.task names nothing to do; set task.name, or task.uri with task.reward")

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Protocol
 
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as RichProgress
 from rich.table import Column
 
-from tracerl.rl.steprecord import StepRecord
+from tracerl.observe.run import Line
+from tracerl.observe.runlog import Progress
+from tracerl.rl.steprecord import EventRecord, StartRecord, StepRecord
 
 
 class Display(Protocol):
@@ -48,12 +52,13 @@ class Quiet:
 class Lines:
     """One line a step and one for every tenth of what comes before, for logs and pipes."""
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
         self._tenths: dict[str, int] = {}
 
     def note(self, text: str) -> None:
-        """Print the text."""
-        print(text, flush=True)  # noqa: T201
+        """Say the text."""
+        self._say(text)
 
     def progress(self, stage: str, done: int, total: int, values: Mapping[str, float]) -> None:
         """Print a line when another tenth is done."""
@@ -74,7 +79,7 @@ class Bars:
     """Progress bars with the figures of the last step."""
 
     def __init__(self) -> None:
-        self._progress = Progress(
+        self._progress = RichProgress(
             TextColumn("{task.description}", table_column=Column(no_wrap=True)),
             # The bar gets what the figures leave of the width.
             BarColumn(bar_width=None, table_column=Column(ratio=1)),
@@ -118,7 +123,28 @@ def display_for(*, quiet: bool) -> Display:
     """Choose by what stdout is."""
     if quiet:
         return Quiet()
-    return Bars() if sys.stdout.isatty() else Lines()
+    return Bars() if sys.stdout.isatty() else Lines(partial(print, flush=True))
+
+
+def show(line: Line | None, display: Display) -> None:
+    """Show a line of the run log; None is not one."""
+    match line:
+        case StartRecord() as start:
+            display.note(_started(start))
+        case Progress() as progress:
+            display.progress(progress.stage, progress.done, progress.total, progress.values)
+        case EventRecord() as event:
+            display.note(event.message)
+        case StepRecord() as step:
+            display.step(step)
+        case _:
+            pass
+
+
+def _started(start: StartRecord) -> str:
+    begin = f"continues after step {start.resumed_from}" if start.resumed_from else "starts"
+    reward = "" if start.held_out_reward is None else f", held-out reward {start.held_out_reward:.3f}"
+    return f"{start.method} {begin}: {start.parameters / 1e6:.2f} M parameters{reward}"
 
 
 def figures(record: StepRecord) -> str:

@@ -21,9 +21,9 @@ from tracerl.api.load import load_job
 from tracerl.api.machine import Machine
 from tracerl.api.resolved import ResolvedJob, RunLayout
 from tracerl.observe.run import Ending, parse_line
-from tracerl.observe.runlog import Progress, RunLog, Tail
+from tracerl.observe.runlog import RunLog, Tail
 from tracerl.rl.steprecord import EventRecord, StartRecord, StepRecord
-from tracerl.runtime.display import Display
+from tracerl.runtime.display import Display, show
 from tracerl.runtime.processes import ProcessSpec, StopSignals, module_arguments
 from tracerl.runtime.rundir import (
     allow_open_files,
@@ -220,24 +220,17 @@ class Follower:
         """Hand new lines to the display; OSError when it is gone."""
         display = self._display
         for line in (*self._events.poll(), *self._steps.poll()):
-            match parse_line(line):
+            match parsed := parse_line(line):
                 case StartRecord() as start:
                     # Steps behind the checkpoint are computed, and shown, again.
                     self.step = start.resumed_from
-                    display.note(_started(start))
-                case Progress() as progress:
-                    display.progress(progress.stage, progress.done, progress.total, progress.values)
-                case EventRecord() as event if event.reason != Reason.ROLLOUT_RESTARTED:
+                case EventRecord() as event if event.reason == Reason.ROLLOUT_RESTARTED:
                     # The supervisor announced that restart already, with why and with its count.
-                    display.note(event.message)
-                case StepRecord() as record if record.step > self.step:
+                    continue
+                case StepRecord() as record:
+                    if record.step <= self.step:
+                        continue
                     self.step = record.step
-                    display.step(record)
                 case _:
                     pass
-
-
-def _started(start: StartRecord) -> str:
-    begin = f"continues after step {start.resumed_from}" if start.resumed_from else "starts"
-    reward = "" if start.held_out_reward is None else f", held-out reward {start.held_out_reward:.3f}"
-    return f"{start.method} {begin}: {start.parameters / 1e6:.2f} M parameters{reward}"
+            show(parsed, display)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import secrets
 import signal
@@ -29,8 +30,12 @@ NOTE_VARIABLE = "TRACERL_NOTE_FD"
 """Tells a child the pipe for its `ExitNote`: a pipe, since a full disk is a likely reason for ending."""
 MARK_VARIABLE = "TRACERL_MARK"
 """Random for each start of a child and inherited by what it starts, which is found by it."""
+TERMINATION_LOG = Path("/dev/termination-log")
+"""File of a container from which the kubelet takes the message about its end; nowhere else is there one."""
 _NOTE_BYTES = 4_096
-"""A pipe takes this much at once (PIPE_BUF)."""
+"""A pipe takes this much at once (PIPE_BUF), and the kubelet from TERMINATION_LOG."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -41,10 +46,18 @@ class ExitNote:
     message: str
 
     def send(self) -> None:
-        """Hand the note to the parent, when there is one; short enough for a pipe to take at once."""
+        """Hand the note to the parent, else to the kubelet, as far as there is one.
+
+        It is short enough for a pipe to take at once, and for the kubelet, which cuts messages.
+        """
         descriptor = os.environ.get(NOTE_VARIABLE)
         if descriptor is not None:
             os.write(int(descriptor), self._encoded())
+        elif TERMINATION_LOG.exists():
+            try:
+                TERMINATION_LOG.write_bytes(self._encoded())
+            except OSError as error:
+                log.warning("%s cannot be written (%s)", TERMINATION_LOG, error.strerror)
 
     def _encoded(self) -> bytes:
         # A name of a file or a program's output may hold what is no text (lone surrogates).
@@ -168,7 +181,8 @@ class Children:
         """Stop and reap those of the named children that run, or all, with all that they had started."""
         running = [name for name in (self._running if names is None else names) if name in self._running]
         for name in running:
-            self._running[name].send_signal(signal.SIGTERM)
+            # Popen.send_signal would reap one that has just ended, whose number could then be another's.
+            os.kill(self._running[name].pid, signal.SIGTERM)
         deadline = time.monotonic() + self._grace_seconds
         while not self._hurry.is_set() and time.monotonic() < deadline:
             if all(self._has_ended(name) for name in running):

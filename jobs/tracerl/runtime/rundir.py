@@ -311,7 +311,7 @@ def resume_run(job: TraceRLJob, directory: Path) -> ResolvedJob:
     changed = [
         path
         for path in _differences(Spec, _document(before.job.spec), _document(job.spec), "spec")
-        if path != "spec.output.uri"
+        if not path.startswith("spec.output.")
     ]
     if before.job.metadata.name != job.metadata.name:
         changed.insert(0, "metadata.name")
@@ -391,6 +391,7 @@ def remove_objects(job: ResolvedJob) -> None:
     filesystem = open_filesystem(
         job.records_uri,
         endpoint_url=transport.object.endpoint_url,
+        credentials=job.credentials_dir,
         deadline_seconds=min(transport.deadline_seconds, _OBJECTS_SECONDS),
     )
     retention = transport.object.retention

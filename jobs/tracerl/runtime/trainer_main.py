@@ -1,8 +1,9 @@
 """Entry point of a trainer process: ``python -m tracerl.runtime.trainer_main <job.yaml> trainer-<rank>``.
 
-SIGTERM ends it at once, like SIGKILL would: the computing threads of torch could not be interrupted, and all
-that a trainer keeps (log lines, checkpoints, the warm-up cache) is written so that a reader finds it whole or
-not at all. Torch is imported inside, as in `tracerl.runtime.rollout_main`.
+On one machine SIGTERM ends it at once, like SIGKILL would: the computing threads of torch could not be
+interrupted, and all that a trainer keeps (log lines, checkpoints, the warm-up cache) is written so that a
+reader finds it whole or not at all. On a cluster SIGTERM means that the pod goes, and what it has with it:
+see `tracerl.runtime.cluster`. Torch is imported inside, as in `tracerl.runtime.rollout_main`.
 """
 
 from __future__ import annotations
@@ -11,25 +12,28 @@ import asyncio
 import os
 import secrets
 import sys
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
-from tracerl.api.errors import InputError
+from tracerl.api.constants import Reason
+from tracerl.api.errors import InputError, JobError
 from tracerl.api.model import file_path, model_shape
 from tracerl.api.resolved import EndpointFile, ResolvedJob
 from tracerl.observe.metrics import MetricsServer, StepExporter
 from tracerl.observe.runlog import RunLog
 from tracerl.rl.steprecord import StepRecord
-from tracerl.runtime.child import run_process
+from tracerl.runtime.child import EXIT_SIGTERM, at_sigterm, run_process
 
 if TYPE_CHECKING:
     from tracerl.engines.base import TrainerEngine
 
 
 class Log:
-    """The loop's `Log`: the run log, and the same step records as metrics."""
+    """The loop's `Log` on one machine: the run log, and the same step records as metrics."""
 
     def __init__(self, run_log: RunLog, exporter: StepExporter) -> None:
         self._exporter = exporter
@@ -42,49 +46,85 @@ class Log:
         if record["type"] == "step":
             self._exporter.observe(StepRecord.model_validate(record))
 
+    def saved(self, step: int) -> None:
+        """Leave the checkpoint where it is."""
+
 
 def main(path: str, name: str) -> int:
     """Train the resolved job at `path` to its end, or help rank 0 with it; returns the exit code."""
 
     def work(resolved: ResolvedJob) -> None:
-        import torch  # noqa: PLC0415
-
-        from tracerl.rl.parallel import follow, join  # noqa: PLC0415
-
-        spec = resolved.job.spec
-        torch.set_num_threads(spec.trainer.threads)
-        engine = _engine(resolved)
-        rank, ranks = int(name.removeprefix("trainer-")), spec.trainer.parallelism.data
-        if ranks > 1:
-            join(resolved.layout.meeting, rank=rank, ranks=ranks)
-        if rank > 0:
-            follow(engine, resolved, name)
-        else:
-            _lead(resolved, engine, name)
+        exporter = StepExporter(resolved.job)
+        with _metrics(resolved, name, exporter):
+            _train(resolved, name, exporter)
 
     return run_process(Path(path), name, work)
 
 
-def _lead(resolved: ResolvedJob, engine: TrainerEngine, name: str) -> None:
-    from tracerl.rl.loop import run_loop  # noqa: PLC0415
+def _train(resolved: ResolvedJob, name: str, exporter: StepExporter) -> None:
+    import torch  # noqa: PLC0415
 
-    exporter = StepExporter(resolved.job)
-    with ExitStack() as stack:
-        log = Log(stack.enter_context(RunLog(resolved.run_dir)), exporter)
-        if resolved.endpoints.directory is not None:
-            stack.enter_context(_published(exporter, resolved.endpoints.directory / f"{name}.json"))
-        asyncio.run(run_loop(resolved, engine, log))
+    from tracerl.rl.loop import run_loop  # noqa: PLC0415
+    from tracerl.rl.parallel import follow, join  # noqa: PLC0415
+
+    spec = resolved.job.spec
+    torch.set_num_threads(spec.trainer.threads)
+    engine = _engine(resolved)
+    rank, ranks = int(name.removeprefix("trainer-")), spec.trainer.parallelism.data
+    if ranks > 1:
+        meeting = resolved.endpoints.meeting or resolved.layout.meeting
+        join(meeting, rank=rank, ranks=ranks, seconds=resolved.appear_seconds)
+    if rank > 0:
+        if resolved.on_cluster:
+            from tracerl.runtime.cluster import STOP_SECONDS  # noqa: PLC0415
+
+            at_sigterm(lambda: _linger(STOP_SECONDS))
+        follow(engine, resolved, name)
+    elif resolved.on_cluster:
+        from tracerl.runtime.cluster import lead  # noqa: PLC0415
+
+        lead(resolved, name, exporter, lambda log, stop: run_loop(resolved, engine, log, asked_to_stop=stop))
+    else:
+        with RunLog(resolved.run_dir) as run_log:
+            asyncio.run(run_loop(resolved, engine, Log(run_log, exporter)))
+
+
+def _linger(seconds: float) -> None:
+    """Let rank 0 finish its step with this rank, should it have been asked to stop too."""
+    time.sleep(seconds)
+    os._exit(EXIT_SIGTERM)
 
 
 @contextmanager
-def _published(exporter: StepExporter, path: Path) -> Iterator[None]:
-    with MetricsServer(exporter) as server:
-        url = f"http://127.0.0.1:{server.port}"
-        EndpointFile(url=url, pid=os.getpid(), instance_id=secrets.token_hex(16)).publish(path)
+def _metrics(resolved: ResolvedJob, name: str, exporter: StepExporter) -> Iterator[None]:
+    """Serve metrics and health: on a cluster those of every trainer, on one machine trainer 0's alone."""
+    if resolved.endpoints.directory is None:
+        [url] = [endpoint.url for endpoint in resolved.endpoints.trainer if endpoint.name == name]
+        port = urlsplit(url or "").port or 80
         try:
+            server = MetricsServer(exporter, host=None, port=port, token=resolved.token())
+        except OSError as error:
+            raise JobError(
+                Reason.CONFIGURATION, f"{name} cannot listen on port {port} ({error.strerror}); free it"
+            ) from None
+        with server:
             yield
-        finally:
-            path.unlink(missing_ok=True)
+    elif name != "trainer-0":
+        yield
+    else:
+        with MetricsServer(exporter) as server, _published(server, resolved.endpoints.directory, name):
+            yield
+
+
+@contextmanager
+def _published(server: MetricsServer, directory: Path, name: str) -> Iterator[None]:
+    path = directory / f"{name}.json"
+    url = f"http://127.0.0.1:{server.port}"
+    EndpointFile(url=url, pid=os.getpid(), instance_id=secrets.token_hex(16)).publish(path)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def _engine(resolved: ResolvedJob) -> TrainerEngine:

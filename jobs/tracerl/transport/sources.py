@@ -20,9 +20,13 @@ from tracerl.transport.objects.sink import ObjectSink
 from tracerl.transport.objects.source import ObjectSource
 from tracerl.transport.places import open_objects
 from tracerl.transport.remote import RemoteSource
+from tracerl.transport.retry import Deadline
 from tracerl.transport.ring.client import StoreSink, StoreSource
 
 _log = logging.getLogger(__name__)
+
+_PAUSE_SECONDS = 2.0
+"""Between two tries to reach stores whose pods may be being started."""
 
 ReadPath = Literal["ring", "http", "object"]
 
@@ -199,9 +203,23 @@ def open_source(
     `node` is the node that this process runs on, `ResolvedJob.node` of its own name: stores of that node are
     read in place, others over the network. `starts_run` is for the loop alone, trainer rank 0: every store
     then drops the frames of earlier runs and refuses new ones. Stores that are being started are waited for,
-    here and in every later call, at most ``spec.transport.deadlineSeconds``. InputError when the token cannot
-    be read, TransportError.
+    here and in every later call, at most ``spec.transport.deadlineSeconds``; on a cluster, whose pods start
+    minutes apart, here as long as a pod may take to appear. InputError when the token cannot be read,
+    TransportError.
     """
+    stores = resolved.on_cluster and bool(resolved.endpoints.store)
+    patience = Deadline(resolved.appear_seconds if stores else 0.0)
+    while True:
+        try:
+            return _open_source(resolved, run_id, node, starts_run=starts_run)
+        except TransportError as error:
+            if error.fault != "failed" or patience.passed():
+                raise
+            _log.info("waiting for the record stores: %s", error)
+            time.sleep(_PAUSE_SECONDS)
+
+
+def _open_source(resolved: ResolvedJob, run_id: str, node: str | None, *, starts_run: bool) -> RecordSources:
     transport, token = resolved.job.spec.transport, resolved.token()
     routes: dict[str, Route] = {}
     try:

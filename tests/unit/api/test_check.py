@@ -265,6 +265,33 @@ BAD: list[tuple[list[str], str, str]] = [
         "output.uri: pvc://CLAIM/PATH",
     ),
     (["spec.output.uri=runs"], "spec.output.uri", "write pvc://CLAIM/PATH"),
+    (["spec.output.uri=pvc://"], "spec.output.uri", "names '', which is no claim"),
+    (["spec.output.uri=pvc://My_Claim/runs"], "spec.output.uri", "which is no claim"),
+    (["spec.output.uri=pvc://runs/../other"], "spec.output.uri", "leaves its place by .."),
+    (["spec.output.uri=s3:///runs"], "spec.output.uri", "which is no bucket"),
+    (["spec.output.uri=file://runs"], "spec.output.uri", "not an absolute path; write file:///PATH"),
+    (["spec.output.uri=file:///runs/.."], "spec.output.uri", "leaves its place by .."),
+    (
+        ["spec.output={uri: 'pvc://runs/a', secretName: s3}"],
+        "spec.output.secretName",
+        "is for S3, but output.uri is not an s3:// URL",
+    ),
+    (["spec.output={secretName: s3}"], "spec.output.secretName", "remove it, or write uri: s3://"),
+    (
+        ["spec.output={uri: 'file:///r', endpointUrl: 'http://minio:9000'}"],
+        "spec.output.endpointUrl",
+        "is for S3, but output.uri is not an s3:// URL",
+    ),
+    (
+        ["spec.output={uri: 's3://b-1/r', endpointUrl: 'minio:9000'}"],
+        "spec.output.endpointUrl",
+        "not an http or https URL; write for example",
+    ),
+    (
+        ["spec.output={uri: 's3://b-1/r', endpointUrl: 'http://me:secret@minio:9000'}"],
+        "spec.output.endpointUrl",
+        "holds a user name or a password, which everybody could read",
+    ),
     # transport
     (
         ["spec.transport={ring: {size: 2Gi}}", "spec.rollout.resources.limits.memory=1Gi"],
@@ -528,6 +555,9 @@ def test_fault_of_this_machine(
             "spec.output.uri=pvc://runs/a",
         ],
         ["spec.method.trace.driftBand=0.5"],
+        ["spec.output={uri: 's3://runs', secretName: s3, endpointUrl: 'http://minio:9000'}"],
+        ["spec.output={uri: 's3://runs/of/us..them/'}"],
+        ["spec.output={uri: 'pvc://my-claim.1'}"],
     ],
     ids=str,
 )

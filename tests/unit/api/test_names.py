@@ -53,8 +53,8 @@ def test_handle_that_cannot_be_made(store: str, name: str, length: int, xxh3: in
 
 
 LABELS = {
-    *("forward", "format", "kind", "layer", "method", "part", "position", "reason"),
-    *("path", "result", "role", "site", "stat", "state", "tier", "version"),
+    *("code", "forward", "format", "kind", "layer", "method", "part", "position", "reason"),
+    *("path", "result", "role", "site", "stat", "state", "tier", "verb", "version"),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import threading
 
 import pytest
 import torch
@@ -102,18 +103,38 @@ def test_counters_add_up_over_steps_and_gauges_show_the_last() -> None:
     assert found["tracerl_evaluation_reward_mean"] == [({}, pytest.approx(0.61))]
 
 
+def asked(port: int, path: str, **headers: str) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection.request("GET", path, headers=headers)
+    response = connection.getresponse()
+    answer = response.status, response.read()
+    connection.close()
+    return answer
+
+
 def test_the_server_answers_metrics_and_health_and_nothing_else() -> None:
     exporter = StepExporter(job_of())
     exporter.observe(make_step(1))
     with MetricsServer(exporter) as server:
-        answers = {}
-        for path in ("/metrics", "/healthz", "/else"):
-            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
-            connection.request("GET", path)
-            response = connection.getresponse()
-            answers[path] = (response.status, response.read())
-            connection.close()
-    assert answers["/healthz"] == (200, b"ok\n")
+        answers = {path: asked(server.port, path) for path in ("/metrics", "/health", "/else")}
+    assert answers["/health"] == (200, b"ok\n")
     assert answers["/else"][0] == 404
     assert answers["/metrics"][0] == 200
     assert b"\ntracerl_step 1.0\n" in answers["/metrics"][1]
+
+
+def test_with_a_token_metrics_are_for_who_shows_it() -> None:
+    with MetricsServer(StepExporter(job_of()), host=None, token="right") as server:
+        for given, status in ({}, 401), ({"Authorization": "Bearer wrong"}, 401), ({"X": "right"}, 401):
+            assert asked(server.port, "/metrics", **given)[0] == status
+        assert b"tracerl_info" in asked(server.port, "/metrics", Authorization="Bearer right")[1]
+        assert asked(server.port, "/health") == (200, b"ok\n")
+
+
+def test_a_port_that_is_taken_is_an_error_and_leaves_no_thread() -> None:
+    exporter = StepExporter(job_of())
+    with MetricsServer(exporter) as server:
+        before = threading.active_count()
+        with pytest.raises(OSError, match="in use"):
+            MetricsServer(exporter, port=server.port)
+        assert threading.active_count() == before

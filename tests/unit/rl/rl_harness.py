@@ -113,6 +113,7 @@ class Log:
 
     def __init__(self, on_line: Callable[[Mapping[str, Any]], None] = lambda _: None) -> None:
         self.lines: list[dict[str, Any]] = []
+        self.saved_steps: list[int] = []
         self.on_line = on_line
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -124,6 +125,9 @@ class Log:
 
     def sync(self) -> None:
         pass
+
+    def saved(self, step: int) -> None:
+        self.saved_steps.append(step)
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         return [line for line in self.lines if line["type"] == kind]

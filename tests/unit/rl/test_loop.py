@@ -17,7 +17,7 @@ from rl_harness import SHAPE, Log, make_job, rollout, run, trainer
 from tracerl.api.errors import JobError
 from tracerl.engines.reference.trainer import ReferenceTrainer
 from tracerl.rl.loading import RecordLoader
-from tracerl.rl.loop import run_loop
+from tracerl.rl.loop import StoppedError, run_loop
 from tracerl.rl.steprecord import RunRecord
 
 LINE: TypeAdapter[RunRecord] = TypeAdapter(RunRecord)
@@ -55,6 +55,47 @@ async def test_two_runs_repeat_exactly_and_a_resumed_one_continues_exactly(tmp_p
     assert resumed.repeatable == first.repeatable[2:]
     for key in ("held_out_first", "held_out_last", "reward_first", "gap_guided_mean", "rows_missing"):
         assert resumed.of("finish")[0][key] == first.of("finish")[0][key]
+
+
+async def test_a_run_that_is_asked_to_stop_keeps_every_step(tmp_path: Path) -> None:
+    """Though checkpoints are due every second step only, and the rollout goes at the same time."""
+    whole = await run(make_job(tmp_path / "a"))
+    job, asked, running = make_job(tmp_path / "b"), asyncio.Event(), asyncio.get_running_loop()
+
+    async def serve() -> None:
+        async with rollout(job):
+            await asked.wait()
+
+    class Asked(ReferenceTrainer):
+        def update(self) -> float:
+            """Ask in step 3, while it computes."""
+            if cut.of("step")[-1:] and cut.of("step")[-1]["step"] == 2:
+                running.call_soon_threadsafe(asked.set)
+            return super().update()
+
+    cut = Log()
+    serving = asyncio.create_task(serve())
+    with pytest.raises(StoppedError, match="stopped after step 3, which is in a checkpoint"):
+        await run_loop(job, Asked(SHAPE, job.job.spec), cut, asked_to_stop=asked.wait)
+    await serving
+    assert cut.saved_steps == [2, 3]
+    assert not cut.of("finish")
+    assert cut.repeatable == whole.repeatable[:3]
+    resumed = await run(job)
+    assert resumed.of("start")[0]["resumed_from"] == 3
+    assert resumed.repeatable == whole.repeatable[3:]
+
+
+async def test_a_run_that_is_asked_to_stop_while_it_waits_stops_at_once(tmp_path: Path) -> None:
+    """Nothing generates any more after step 1."""
+    job, asked = make_job(tmp_path), asyncio.Event()
+    cut = Log(lambda line: asked.set() if line["type"] == "step" else None)
+    async with rollout(job) as server:
+        server.stop()
+        asked.set()
+        with pytest.raises(StoppedError, match="stopped before the first step"):
+            await run_loop(job, trainer(job), cut, asked_to_stop=asked.wait)
+    assert cut.saved_steps == []
 
 
 @pytest.mark.parametrize(("retention", "kept"), [("Trained", False), ("Job", True), ("Forever", True)])

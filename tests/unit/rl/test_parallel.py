@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,10 +26,10 @@ from tracerl.rl.train import Learner, StepOutcome, Timer
 
 
 @contextmanager
-def second_process(resolved: ResolvedJob) -> Iterator[None]:
-    """Rank 1 in a child, which must end by itself without an error."""
+def second_process(resolved: ResolvedJob, at: str | None = None) -> Iterator[None]:
+    """Rank 1 in a child, which must end without an error; they meet by a file or `at` an address."""
     torch.set_num_threads(1)
-    meeting = resolved.layout.meeting
+    meeting = at or resolved.layout.meeting
     child = os.fork()
     if child == 0:
         try:
@@ -44,6 +45,13 @@ def second_process(resolved: ResolvedJob) -> Iterator[None]:
         dist.destroy_process_group()
         _, status = os.waitpid(child, 0)
     assert status == 0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 @contextmanager
@@ -97,12 +105,21 @@ def test_a_step_of_two_processes_is_that_of_one(tmp_path: Path) -> None:
 
 
 def test_an_error_of_another_process_ends_the_job_with_its_sentence(tmp_path: Path) -> None:
-    with two_processes(job_of(tmp_path)) as together:
+    job = job_of(tmp_path)
+    with second_process(job, at=f"localhost:{free_port()}"), leading(job, ranks=2) as together:
         with pytest.raises(InputError):
             together.load_state({"updates": torch.tensor(3)})
         # The other process refused it as well, which the next answer from there tells.
         with pytest.raises(JobError, match="the checkpoint's weights"):
             together.stats()
+        together.close()
+
+
+def test_who_does_not_come_is_missed_in_a_sentence(tmp_path: Path) -> None:
+    """The name of rank 0 leads nowhere yet; and nobody comes to rank 0."""
+    for rank, at in ((1, "no-such-host.invalid:29501"), (0, f"no-such-host.invalid:{free_port()}")):
+        with pytest.raises(JobError, match=f"trainer-{rank} did not meet the other 1 trainers through {at} "):
+            join(at, rank=rank, ranks=2, seconds=0.5)
 
 
 async def test_a_whole_job_with_records(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import re
 import resource
+import subprocess
 import sys
 
 import pytest
@@ -88,3 +89,39 @@ def test_a_document_that_is_no_resolved_job(ended, tmp_path):
     end, _ = ended("pass", tmp_path / "other.yaml")
     assert (end.status, end.note.reason) == (2, "InvalidSpec")
     assert "other.yaml is not a resolved job" in end.note.message
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """Start `work` as trainer-0 without a parent that looks after it, as in a container."""
+    started = []
+
+    def start(work):
+        resolved = rundir.start_run(job(), tmp_path)
+        arguments = [sys.executable, "-c", MAIN.format(work), str(resolved.layout.job)]
+        started.append(subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("action", "status", "said"),
+    [
+        ("pass", 143, "trainer-0 ends at SIGTERM"),
+        # What is to be done last takes the place of what was to be done before.
+        ("from tracerl.runtime.child import at_sigterm; at_sigterm(lambda: os._exit(7))", 7, ""),
+    ],
+)
+def test_sigterm_without_a_parent(alone, action, status, said):
+    """Though the kernel would ignore it for the first process of a container, and the main thread is busy."""
+    busy = "import ctypes; [ctypes.CDLL(None).sleep(60) for _ in range(9)]"
+    process = alone(f"{action}; print('ready', flush=True); {busy}")
+    assert process.stdout.readline() == "ready\n"
+    process.terminate()
+    _, log = process.communicate(timeout=30)
+    assert process.returncode == status
+    assert said in log

@@ -191,7 +191,7 @@ def test_what_is_shown_of_a_log(tmp_path, capsys):
     """Nothing of before, a line for every tenth of a warm-up, and each thing once."""
     with RunLog(tmp_path) as log:
         log.event("Restarted", "of an earlier run")
-        follower = local.Follower(RunLayout(tmp_path), Lines())
+        follower = local.Follower(RunLayout(tmp_path), Lines(print))
         follower.show()
         for done in range(5, 101, 5):
             log.progress("warming up", done, 100, loss=0.25)

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from live_processes import processes_of, wait_until
 
+from tracerl.runtime import processes
 from tracerl.runtime.processes import NOTE_VARIABLE, Children, Ended, ExitNote, StopSignals
+from tracerl_operator.cluster import _note
 
 NOTE = 'os.write(int(os.environ["TRACERL_NOTE_FD"]), {!r})\n'
 
@@ -191,3 +193,19 @@ def test_an_ignored_signal_stays_ignored():
     finally:
         signal.signal(signal.SIGHUP, signal_before)
     assert done.stdout == "False True\n"
+
+
+@pytest.mark.parametrize("message", ["no room", "ä" * 9_000, "\udcff"])
+def test_without_a_parent_the_kubelet_gets_the_note(monkeypatch, tmp_path, message):
+    """In the file that it made; the operator reads it from there, of at most 4096 bytes."""
+    monkeypatch.delenv(NOTE_VARIABLE, raising=False)
+    monkeypatch.setattr(processes, "TERMINATION_LOG", tmp_path / "termination-log")
+    ExitNote("CheckpointFailed", message).send()
+    assert not (tmp_path / "termination-log").exists(), "not outside of a container"
+    (tmp_path / "termination-log").touch()
+    ExitNote("CheckpointFailed", message).send()
+    written = (tmp_path / "termination-log").read_bytes()
+    assert len(written) <= 4096
+    reason, said = _note(written.decode(), 1)
+    assert reason == "CheckpointFailed"
+    assert said[:7] == message[:7].replace("\udcff", "?")

@@ -126,6 +126,7 @@ def test_a_run_is_resumed_with_its_uid_also_elsewhere(tmp_path):
         ({"trainer": {"checkpoint": {"every": 1}}}, None),
         ({"expect": {"maxGap": "0.1"}}, None),
         ({"output": {"uri": "file:///elsewhere"}}, None),
+        ({"output": {"uri": "s3://runs", "endpointUrl": "http://minio:9000"}}, None),
         ({"transport": {"ring": {"size": "1Gi"}, "deadlineSeconds": 5}}, None),
         ({"transport": {"onlyObject": True}}, "spec.transport.onlyObject"),
         ({"algorithm": {"steps": 3, "promptsPerStep": 2, "samplesPerPrompt": 2}}, "spec.algorithm.steps"),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -29,7 +32,8 @@ from record_stores import (
 
 from tracerl.api.constants import METRICS, Role
 from tracerl.api.frames import Handle
-from tracerl.api.resolved import ResolvedJob
+from tracerl.api.resolved import Endpoint, ResolvedJob
+from tracerl.transport import sources
 from tracerl.transport.base import TransportError
 from tracerl.transport.sources import RecordSources, open_sink, open_source
 
@@ -293,3 +297,31 @@ def test_with_only_objects_no_store_is_needed(tmp_path: Path, ring_dir: Path) ->
     wait_until(lambda: source.usage().frames == 0)
     source.close()
     assert not [*ring_dir.iterdir()]
+
+
+def test_on_a_cluster_a_store_may_appear_later_than_the_deadline(
+    tmp_path: Path, ring_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pod was placed, and its image pulled, while the trainers' ran already."""
+    monkeypatch.setattr(sources, "_PAUSE_SECONDS", 0)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    local = resolve(tmp_path / "run", ring_dir, transport={"deadlineSeconds": 1})
+    store = Endpoint(name="store-0", node="node-0", url=url)
+    endpoints = local.endpoints.model_copy(update={"directory": None, "store": [store]})
+    resolved = local.model_copy(update={"endpoints": endpoints})
+    resolved.write(resolved.layout.job)
+    with ThreadPoolExecutor() as pool, caplog.at_level(logging.INFO):
+        opening = [
+            pool.submit(open_source, resolved, RUN_ID, node, starts_run=True) for node in ("node-0", None)
+        ]
+        wait_until(lambda: caplog.text.count("waiting for the record stores") >= 2)
+        arguments = [sys.executable, "-m", "tracerl.runtime.store_main", str(resolved.layout.job), "store-0"]
+        process = subprocess.Popen(arguments, stderr=subprocess.DEVNULL)
+        opened = [each.result() for each in opening]
+    for source in opened:
+        assert source.usage().frames == 0
+        source.close()
+    process.terminate()
+    assert process.wait(30) == 0

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit, urlunsplit
 import fsspec
 from fsspec.asyn import get_loop
 
+from tracerl.api.constants import Reason
 from tracerl.transport.base import Buffer, TransportError
 from tracerl.transport.objects.backend import Backend, Entry, Leftover, PartsBackend, Tail, one_line
 from tracerl.transport.objects.files import TEMPORARY_SUFFIX, FileBackend
@@ -32,6 +33,8 @@ _T = TypeVar("_T")
 
 PART_BYTES = 8 * 2**20
 """Objects of twice this size and more go up in parts of it; S3 wants at least 5 MiB."""
+_MOST_PARTS = 10_000
+"""S3 takes no more of one object."""
 CONCURRENCY = 16
 """Requests of one filesystem at a time, parts of uploads included."""
 
@@ -49,6 +52,14 @@ _SLOWEST_BYTES_PER_SECOND = 2**20
 _ABORT_SECONDS = 5.0
 
 
+class CredentialsError(TransportError):
+    """A mounted secret does not hold what it has to. ``permission``; of the reason Configuration."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("permission", message)
+        self.reason = Reason.CONFIGURATION
+
+
 class Span(NamedTuple):
     """Bytes start..stop-1 of an object."""
 
@@ -62,11 +73,15 @@ def open_filesystem(
     *,
     endpoint_url: str | None = None,
     credentials: Path | None = None,
+    field: str = "spec.transport.object",
+    content: str = "record objects",
     deadline_seconds: float = 60,
     concurrency: int = CONCURRENCY,
     part_bytes: int = PART_BYTES,
 ) -> FileSystem:
     """Open the directory `uri`; nothing is requested yet.
+
+    `content` is what is kept there, and `field` the field of the job that says so, in sentences.
 
     For S3, `endpoint_url` None means AWS_ENDPOINT_URL, else AWS; `credentials` is a directory with files
     named as the AWS environment variables, as a Kubernetes secret is mounted, None the standard chain of
@@ -85,7 +100,8 @@ def open_filesystem(
                 raise ValueError("it holds a user name, which belongs into AWS_ACCESS_KEY_ID or a secret")
             if not root.partition("/")[0]:
                 raise ValueError("it names no bucket")
-            backend: Backend = S3Backend(endpoint_url, _read_credentials(credentials), concurrency)
+            keys = read_credentials(credentials, field)
+            backend: Backend = S3Backend(endpoint_url, keys, concurrency, field)
         else:
             # A cached listing would hide what another process has written or deleted since.
             filesystem, root = fsspec.core.url_to_fs(uri, use_listings_cache=False)
@@ -93,13 +109,15 @@ def open_filesystem(
     except (ImportError, ValueError) as error:
         raise TransportError(
             "failed",
-            f"{shown} cannot be used for records: {one_line(error)}; write a URL of an installed filesystem",
+            f"{shown} cannot be used for {content}: {one_line(error)}; "
+            "write a URL of an installed filesystem",
         ) from None
     where = shown if endpoint_url is None else f"{shown} at {_shown(endpoint_url)}"
     return FileSystem(
         backend,
         root.rstrip("/"),
         where=where,
+        content=content,
         deadline_seconds=deadline_seconds,
         concurrency=concurrency,
         part_bytes=part_bytes,
@@ -119,12 +137,14 @@ class FileSystem:
         root: str,
         *,
         where: str,
+        content: str,
         deadline_seconds: float,
         concurrency: int,
         part_bytes: int,
     ) -> None:
         self.where = where
         """The URL without anything secret, for messages."""
+        self._content = content
         self._backend = backend
         self._root = root
         self._seconds = deadline_seconds
@@ -234,15 +254,14 @@ class FileSystem:
         self, backend: PartsBackend, path: str, data: memoryview, deadline: Deadline
     ) -> None:
         whole, request = self._whole(path), functools.partial(self._request, "written", path)
+        size = max(self._part_bytes, -(-len(data) // _MOST_PARTS))
         upload = await request(lambda: backend.begin_upload(whole), deadline)
 
         async def send(number: int) -> str:
-            part = data[(number - 1) * self._part_bytes : number * self._part_bytes]
+            part = data[(number - 1) * size : number * size]
             return await request(lambda: backend.put_part(whole, upload, number, part), deadline, len(part))
 
-        tasks = [
-            self._loop.create_task(send(number + 1)) for number in range(-(-len(data) // self._part_bytes))
-        ]
+        tasks = [self._loop.create_task(send(number + 1)) for number in range(-(-len(data) // size))]
         try:
             tags = await asyncio.gather(*tasks)
             await request(lambda: backend.end_upload(whole, upload, tags, len(data)), deadline)
@@ -315,7 +334,7 @@ class FileSystem:
             else:
                 self._recovered()
                 return answer
-            problem = f"record objects cannot be {verb} in {self.where}: {verdict.words}"
+            problem = f"{self._content} cannot be {verb} in {self.where}: {verdict.words}"
             if not verdict.passes or deadline.remaining() <= delay:
                 if verdict.fault == "missing":
                     raise TransportError(
@@ -365,25 +384,31 @@ class FileSystem:
             self._counters.update(amounts)
 
 
-def _read_credentials(directory: Path | None) -> dict[str, str]:
+def read_credentials(directory: Path | None, field: str) -> dict[str, str]:
+    """Read the files of the mounted secret that `field`.secretName names, as options of s3fs.
+
+    Empty without a directory. TransportError when a key is not there.
+    """
     if directory is None:
         return {}
-    found = {}
+    found: dict[str, str] = {}
+    secret = f"{field}.secretName"
     for option, name in _CREDENTIALS.items():
         path = directory / name
         try:
             found[option] = path.read_text(encoding="utf-8").strip()
         except FileNotFoundError:
             if option != "token":
-                raise TransportError(
-                    "permission",
-                    f"{path} is not there; put the keys AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY into the "
-                    "secret of spec.transport.object.secretName",
+                raise CredentialsError(
+                    f"the secret of {secret} has no key {name}; put AWS_ACCESS_KEY_ID and "
+                    "AWS_SECRET_ACCESS_KEY into it, and for temporary credentials AWS_SESSION_TOKEN",
                 ) from None
-        except OSError as error:
-            raise TransportError(
-                "permission", f"{path} cannot be read ({error.strerror}); let this process read it"
+        except (OSError, UnicodeDecodeError) as error:
+            raise CredentialsError(
+                f"{path} cannot be read ({one_line(error)}); let this process read the secret of {secret}"
             ) from None
+        if option in found and not found[option]:
+            raise CredentialsError(f"the secret of {secret} has an empty {name}; write its value")
     return found
 
 

@@ -35,7 +35,10 @@ _NETWORK_ERRORS = (HTTPClientError, ConnectionError, ResponseParserError, aiohtt
 class S3Backend:
     """See `Backend` and `PartsBackend`."""
 
-    def __init__(self, endpoint_url: str | None, credentials: dict[str, str], concurrency: int) -> None:
+    def __init__(
+        self, endpoint_url: str | None, credentials: dict[str, str], concurrency: int, field: str
+    ) -> None:
+        self._field = field
         self._filesystem = S3FileSystem(
             anon=False,
             endpoint_url=endpoint_url,
@@ -189,7 +192,7 @@ class S3Backend:
                 "permission",
                 False,
                 "there are no credentials",
-                "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or spec.transport.object.secretName",
+                f"set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or {self._field}.secretName",
             )
         if isinstance(error, _NETWORK_ERRORS):
             return Verdict("failed", True, f"no answer from the server ({type(error).__name__})")

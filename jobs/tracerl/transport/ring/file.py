@@ -26,14 +26,18 @@ _LOCK_ATTEMPTS = 100
 """Of 10 ms each, after which the lock is a living store's."""
 _MAKE_ATTEMPTS = 1_000
 """How often reapers may win; a parent that is a link to nowhere always does."""
+_RELEASE_SECONDS = 30.0
+"""The processes that mapped a killed store's ring notice within this time, and its memory is free again."""
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class RingDirectory:
     """A store's directory, locked by this process until `remove` or the process's end."""
 
-    def __init__(self, path: Path, descriptor: int) -> None:
+    def __init__(self, path: Path, descriptor: int, *, had_ring: bool) -> None:
         self.path = path
+        self.had_ring = had_ring
+        """Whether a killed store has left its ring there, which other processes may still have mapped."""
         self._descriptor = descriptor
 
     @classmethod
@@ -61,9 +65,9 @@ class RingDirectory:
                             f"{path} belongs to a store that is running; stop it, or use another name",
                         )
                     if _same(path, descriptor):
-                        _clear(descriptor)
+                        had_ring = _clear(descriptor)
                         os.fchmod(descriptor, _MODE | os.fstat(descriptor).st_mode & stat.S_ISGID)
-                        return cls(path, descriptor)
+                        return cls(path, descriptor, had_ring=had_ring)
                 except FileNotFoundError:  # or has removed its parent too
                     pass
                 except BaseException:
@@ -102,13 +106,16 @@ def map_ring(descriptor: int, size: int, *, writable: bool) -> memoryview:
 def create_ring(directory: RingDirectory, size: int) -> tuple[int, int]:
     """Make the ring's file and take all its memory now, so that no write meets a full file system later.
 
-    Returns a writable and a read-only descriptor. TransportError ``full`` when `size` bytes are not there.
+    Returns a writable and a read-only descriptor. TransportError ``full`` when `size` bytes are not there,
+    even after those who mapped a killed store's ring have let go of it.
     """
     path = directory.path / RING
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o660)
     try:
         os.fchmod(descriptor, 0o660)  # whatever the umask is
-        os.posix_fallocate(descriptor, 0, size)
+        until = time.monotonic() + (_RELEASE_SECONDS if directory.had_ring else 0.0)
+        while not _take(descriptor, size, last=time.monotonic() >= until):
+            time.sleep(0.1)
         return descriptor, os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         os.close(descriptor)
@@ -124,6 +131,17 @@ def create_ring(directory: RingDirectory, size: int) -> tuple[int, int]:
             "shared memory (docker run --shm-size, a Pod's emptyDir sizeLimit and memory limit, or mount -o "
             "remount,size=)",
         ) from None
+
+
+def _take(descriptor: int, size: int, *, last: bool) -> bool:
+    """Take the memory of a file; False when it is not there and this was not the last attempt."""
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        if last or error.errno not in {errno.ENOSPC, errno.ENOMEM}:
+            raise
+        return False
+    return True
 
 
 def reap(parent: Path) -> list[Path]:
@@ -210,10 +228,14 @@ def _check_owner(path: Path, descriptor: int) -> None:
         )
 
 
-def _clear(descriptor: int) -> None:
+def _clear(descriptor: int) -> bool:
+    """Remove a store's files; whether its ring was there."""
+    found = False
     for name in (SOCKET, RING):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=descriptor)
+            found = name == RING
+    return found
 
 
 def _remove_empty(path: Path) -> None:
