@@ -8,14 +8,15 @@ from typing import Any
 from pydantic import ValidationError
 
 from tracerl.api.errors import Fault
-from tracerl.api.job import Colocation, Fabric, Spec, TraceRLJob
+from tracerl.api.job import KIND, Colocation, Fabric, Spec, TraceRLJob
 from tracerl.api.manifest import dotted
 from tracerl.api.model import model_shape
 from tracerl.api.rules import RULES, Facts
 from tracerl.api.support import SUPPORT_RULES
 from tracerl_operator import names
-from tracerl_operator.cluster import clean_text, owned_by
-from tracerl_operator.pods import config_map, secret
+from tracerl_operator.cluster import at, clean_text, items, owned_by
+from tracerl_operator.pods import config_map, records_under_run, secret
+from tracerl_operator.resolve import output_claim, run_is_mounted
 from tracerl_operator.types import Document, Observed, Ref
 
 
@@ -45,9 +46,11 @@ def _cluster_faults(spec: Spec) -> Iterator[Fault]:
     if spec.trainer.gpus_per_node == 0 and ranks != nodes:
         problem = f"makes {ranks} trainer processes, but on a cluster each of {nodes} pods runs one"
         yield Fault("spec.trainer.parallelism", problem, f"write data: {nodes}, or trainer.nodes: {ranks}")
-    claim, _, path = (spec.output.uri or "").removeprefix("pvc://").partition("/")
-    if (spec.output.uri or "").startswith("pvc://") and (not claim or ".." in path.split("/")):
-        yield Fault("spec.output.uri", "names no claim, or leaves it by ..", "write pvc://CLAIM/PATH")
+    apart = spec.placement.colocation is not Colocation.POD or spec.rollout.nodes > 1
+    in_pod = run_is_mounted(spec) and output_claim(spec) is None
+    if apart and in_pod and records_under_run(spec):
+        problem = "is not set, so records go where the other pods do not see them"
+        yield Fault("spec.transport.object.uri", problem, "write s3://BUCKET/PREFIX")
 
 
 def blockers(job: TraceRLJob, uid: str, observed: Observed, wanted: list[Ref]) -> Iterator[str]:
@@ -59,6 +62,11 @@ def blockers(job: TraceRLJob, uid: str, observed: Observed, wanted: list[Ref]) -
         yield (
             "spec.placement.fabric is ComputeDomain, but the cluster has no ComputeDomains "
             "(resource.nvidia.com); install NVIDIA's DRA driver, or write fabric: None"
+        )
+    if spec.placement.queue is not None and "Workload" not in observed.served:
+        yield (
+            f"spec.placement.queue is {clean_text(spec.placement.queue)}, but the cluster has no queues "
+            "(kueue.x-k8s.io); install Kueue, or make the job anew without a queue"
         )
     if spec.placement.colocation is Colocation.NODE:
         instead = "or write spec.placement.colocation: Pod"
@@ -75,8 +83,23 @@ def blockers(job: TraceRLJob, uid: str, observed: Observed, wanted: list[Ref]) -
             )
     for ref in wanted:
         found = observed.objects.get(ref)
-        if found is not None and not owned_by(found, uid):
+        if found is not None and not owned_by(found, uid) and not _of_earlier_job(found):
             yield f"{ref} is there and is not this job's; delete it, or give the job another name"
+
+
+def earlier_job(uid: str, observed: Observed, wanted: list[Ref]) -> str | None:
+    """Say what is left of a job of this name that was deleted: the cluster is removing it."""
+    for ref in wanted:
+        found = observed.objects.get(ref)
+        if found is not None and not owned_by(found, uid) and _of_earlier_job(found):
+            return f"{ref} of an earlier job of this name is being removed"
+    return None
+
+
+def _of_earlier_job(found: Document) -> bool:
+    """Whether an object is of a job; of this name, since the object's name is made of it."""
+    owners = items(found, "metadata", "ownerReferences")
+    return any(at(owner, "kind") == KIND and at(owner, "controller") for owner in owners)
 
 
 def lost_object(job: TraceRLJob, observed: Observed) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ from tracerl_operator.pods import FINAL_EXIT_CODES
 from tracerl_operator.types import Document, Observed, Ref
 
 _MESSAGE_LENGTH = 1000
+_SIGNALLED = 128
+_SIGNALS = {number.value: number.name for number in signal.Signals}
 _REASONS = {reason.value: reason for reason in Reason}
 
 
@@ -55,10 +58,25 @@ def find_jobset(observed: Observed, uid: str) -> tuple[Ref, Document] | None:
     return None
 
 
+def condition_of(document: Document, kind: str, status: str = "True") -> Document | None:
+    """Give a condition of an object if it has this status."""
+    found = items(document, "status", "conditions")
+    return next((c for c in found if at(c, "type") == kind and at(c, "status") == status), None)
+
+
 def is_true(document: Document, condition: str) -> bool:
     """Whether a condition of an object is true."""
-    found = items(document, "status", "conditions")
-    return any(at(c, "type") == condition and at(c, "status") == "True" for c in found)
+    return condition_of(document, condition) is not None
+
+
+def name_of(document: Document) -> str:
+    """Name of an object."""
+    return str(at(document, "metadata", "name"))
+
+
+def is_leaving(pod: Document) -> bool:
+    """Whether a pod is being removed."""
+    return at(pod, "metadata", "deletionTimestamp") is not None
 
 
 def has_ended(pod: Document) -> bool:
@@ -104,9 +122,24 @@ def exits(pods: Iterable[Document], roles: tuple[str, ...]) -> list[Exit]:
             code = at(ended, "exitCode")
             if name in roles and isinstance(code, int) and code != 0:
                 reason, message = _note(str(at(ended, "message") or ""), code)
-                where = str(at(pod, "metadata", "name"))
-                found.append(Exit(where, name, code, reason, message or f"ended with exit code {code}"))
+                killed = _killed(name, code, str(at(ended, "reason")))
+                sentence = killed or message or f"ended with exit code {code}"
+                found.append(Exit(name_of(pod), name, code, reason, sentence))
     return found
+
+
+def _killed(container: str, code: int, reason: str) -> str:
+    """Say that a container was ended from outside, whatever its log says last; empty where it was not."""
+    if reason == "OOMKilled":
+        role = names.ROLLOUT if container == names.STORE else container
+        limit = f"spec.{role}.resources.limits.memory"
+        if container == names.STORE:
+            limit = f"the limit of the container {container} in spec.{role}.template"
+        return f"was killed because it used more memory than its limit; suspend the job and raise {limit}"
+    number = code - _SIGNALLED
+    if number not in _SIGNALS:
+        return ""
+    return f"was ended by {_SIGNALS[number]}"
 
 
 def _note(text: str, code: int) -> tuple[Reason, str]:

@@ -28,14 +28,17 @@ ROLLOUT, STORE, TRAINER = "rollout", "store", "trainer"
 NODE = "node"
 """Replicated job of pods that hold all roles."""
 
-ROLLOUT_PORT, STORE_PORT, TRAINER_PORT, RENDEZVOUS_PORT = 8000, 8001, 8002, 29500
+ROLLOUT_PORT, STORE_PORT, TRAINER_PORT = 8000, 8001, 8002
+RENDEZVOUS_PORT, MEETING_PORT = 29500, 29501
 USER = 65532
 
 JOB_DIRECTORY = "/etc/tracerl"
 REWARD_DIRECTORY = f"{JOB_DIRECTORY}/reward"
 CREDENTIALS_DIRECTORY = f"{JOB_DIRECTORY}/credentials"
+OUTPUT_CREDENTIALS_DIRECTORY = f"{JOB_DIRECTORY}/output-credentials"
 TOKEN_DIRECTORY = f"{JOB_DIRECTORY}/token"
-RUN_DIRECTORY = "/var/lib/tracerl"
+RUNS_DIRECTORY = "/var/lib/tracerl"
+"""Where the volume with the run's directory is mounted."""
 CACHE_DIRECTORY = "/var/cache/tracerl"
 RING_DIRECTORY = "/run/tracerl/ring"
 TOKEN_KEY, JOB_KEY, PROGRESS_KEY = "token", "job.yaml", "progress"

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from tracerl.api.constants import LABEL_JOB_NAME, LABEL_METHOD
+from tracerl.api.constants import LABEL_JOB_NAME, LABEL_JOB_UID, LABEL_METHOD
 from tracerl.api.job import API_VERSION, KIND, Colocation, TraceRLJob
 from tracerl_operator import names
 from tracerl_operator.pods import (
@@ -27,11 +27,14 @@ from tracerl_operator.types import Document, Installation, Ref
 
 JOBSET = ("jobset.x-k8s.io/v1alpha2", "JobSet")
 _COMPUTE_DOMAIN = ("resource.nvidia.com/v1beta1", "ComputeDomain")
+_NETWORK_POLICY = ("networking.k8s.io/v1", "NetworkPolicy")
 _POD_MONITOR = ("monitoring.coreos.com/v1", "PodMonitor")
 _RBAC = "rbac.authorization.k8s.io"
 _KUEUE = "kueue.x-k8s.io/"
 _QUEUE_NAME = f"{_KUEUE}queue-name"
 _NEVER = 2**31 - 1
+DISRUPTED = "DisruptionTarget"
+"""Condition of a pod that was evicted, preempted, or removed from a node that is gone."""
 CLEANING_SECONDS = 120
 """What a cleaning pod may take; a node that is gone has nothing to clean."""
 
@@ -66,7 +69,17 @@ def wanted(
     digest = hashlib.sha256(text.encode()).hexdigest()
     return [
         _object("v1", "ConfigMap", config_map(name), job, uid, data={names.JOB_KEY: text}),
-        _object("v1", "Secret", secret(name), job, uid, type="Opaque", stringData={names.TOKEN_KEY: token}),
+        _object(
+            "v1",
+            "Secret",
+            secret(name),
+            job,
+            uid,
+            type="Opaque",
+            stringData={names.TOKEN_KEY: token},
+            # Another operator that makes it at the same time is refused, and not obeyed by half of the pods.
+            immutable=True,
+        ),
         *kept_right(job, uid, installation, served=served),
         _jobset(job, uid, installation, domain=domain, digest=digest, restarts=restarts),
     ]
@@ -82,6 +95,8 @@ def kept_right(
     ]
     if uses_compute_domain(job.spec, served):
         objects.append(_compute_domain(job, uid))
+    if installation.network_policy:
+        objects.append(_network_policy(job, uid, installation))
     if installation.pod_monitor and "PodMonitor" in served:
         objects.append(_pod_monitor(job, uid, installation))
     return objects
@@ -123,13 +138,36 @@ def _compute_domain(job: TraceRLJob, uid: str) -> Document:
     return _object(*_COMPUTE_DOMAIN, name, job, uid, spec={"numNodes": 0, "channel": channel})
 
 
+def _network_policy(job: TraceRLJob, uid: str, installation: Installation) -> Document:
+    """Build who reaches a job's pods: its own pods, and where metrics are scraped, all on the HTTP ports.
+
+    Those ask for the job's token; process groups of weights and gradients ask for nothing. What pods reach
+    is not limited.
+    """
+    pods = {"matchLabels": {LABEL_JOB_UID: uid}}
+    rules: list[Document] = [{"from": [{"podSelector": pods}]}]
+    if installation.pod_monitor:
+        # By number: not every network finds the names of a sidecar's ports.
+        ports = {
+            names.ROLLOUT: names.ROLLOUT_PORT,
+            names.STORE: names.STORE_PORT,
+            names.TRAINER: names.TRAINER_PORT,
+        }
+        rules.append({"ports": [{"protocol": "TCP", "port": ports[role]} for role in _scraped(job)]})
+    spec = {"podSelector": pods, "policyTypes": ["Ingress"], "ingress": rules}
+    return _object(*_NETWORK_POLICY, job.metadata.name, job, uid, spec=spec)
+
+
+def _scraped(job: TraceRLJob) -> list[str]:
+    """Give the roles with metrics, which are the names of their ports."""
+    store = [] if job.spec.transport.only_object else [names.STORE]
+    return [names.ROLLOUT, *store, names.TRAINER]
+
+
 def _pod_monitor(job: TraceRLJob, uid: str, installation: Installation) -> Document:
     name = job.metadata.name
     token = {"type": "Bearer", "credentials": {"name": secret(name), "key": names.TOKEN_KEY}}
     method = LABEL_METHOD.translate(str.maketrans("./-", "___"))
-    roles = [names.ROLLOUT, names.TRAINER]
-    if not job.spec.transport.only_object:
-        roles.insert(1, names.STORE)
     endpoints = [
         {
             "port": role,
@@ -140,7 +178,7 @@ def _pod_monitor(job: TraceRLJob, uid: str, installation: Installation) -> Docum
                 {"targetLabel": "method", "sourceLabels": [f"__meta_kubernetes_pod_label_{method}"]},
             ],
         }
-        for role in roles
+        for role in _scraped(job)
     ]
     monitor = _object(
         *_POD_MONITOR,
@@ -149,7 +187,7 @@ def _pod_monitor(job: TraceRLJob, uid: str, installation: Installation) -> Docum
         uid,
         spec={
             "jobLabel": LABEL_JOB_NAME,
-            "selector": {"matchLabels": {names.LABEL_JOBSET: names.jobset_name(name, job.spec)}},
+            "selector": {"matchLabels": {LABEL_JOB_UID: uid}},
             "podMetricsEndpoints": endpoints,
         },
     )
@@ -200,14 +238,23 @@ def _jobset(
             "successPolicy": {"operator": "All", "targetReplicatedJobs": [leader]},
             "failurePolicy": {
                 "maxRestarts": max(0, spec.failure_policy.max_restarts - restarts),
-                # An exit code of the trainer that would come back.
                 "rules": [
+                    # A drained node is no fault of the job, and takes nothing from its budget.
+                    {
+                        "name": "disrupted",
+                        "action": "RestartJobSetAndIgnoreMaxRestarts",
+                        "onJobFailureReasons": ["PodFailurePolicy"],
+                        # Of the two rules of the Job, its message alone says which one it was.
+                        "onJobFailureMessagePatterns": [f"has condition {DISRUPTED} "],
+                        "targetReplicatedJobs": [leader],
+                    },
+                    # An exit code of the trainer that would come back.
                     {
                         "name": "final",
                         "action": "FailJobSet",
                         "onJobFailureReasons": ["PodFailurePolicy"],
                         "targetReplicatedJobs": [leader],
-                    }
+                    },
                 ],
             },
             # What Kueue manages is Kueue's to start; without Kueue it stays suspended, visibly.
@@ -228,7 +275,13 @@ def _indexed_job(nodes: int, template: Document, *, leads: bool) -> Document:
     if leads:
         # Any other end of a trainer is a restart of all, by the JobSet and within its budget.
         codes = {"containerName": names.TRAINER, "operator": "In", "values": [*FINAL_EXIT_CODES]}
-        policy = {"rules": [{"action": "FailJob", "onExitCodes": codes}]}
+        disrupted = [{"type": DISRUPTED, "status": "True"}]
+        policy = {
+            "rules": [
+                {"action": "FailJob", "onPodConditions": disrupted},
+                {"action": "FailJob", "onExitCodes": codes},
+            ]
+        }
         job |= {"backoffLimit": 0, "podFailurePolicy": policy}
     else:
         job["backoffLimit"] = _NEVER

@@ -11,10 +11,20 @@ from __future__ import annotations
 from typing import Any
 
 from tracerl.api.constants import ANNOTATION_RESOLVED_HASH, LABEL_METHOD, LABEL_ROLE
-from tracerl.api.job import Colocation, Fabric, Resources, Rollout, Spec, Trainer, quantity_bytes
+from tracerl.api.job import (
+    Colocation,
+    Fabric,
+    Resources,
+    Rollout,
+    Spec,
+    Spill,
+    Trainer,
+    WeightSync,
+    quantity_bytes,
+)
 from tracerl_operator import names
 from tracerl_operator.merge import PatchError, strategic_merge
-from tracerl_operator.resolve import run_directory
+from tracerl_operator.resolve import output_claim, run_is_mounted
 from tracerl_operator.types import Document, Installation
 
 GPU = "nvidia.com/gpu"
@@ -31,6 +41,7 @@ _SHM_LEAST, _SHM_GPU_MOST = 64 * _MIB, 64 * _GIB
 _HOST = "kubernetes.io/hostname"
 _TOKEN_SECONDS = 3600
 _QUEUE_TOPOLOGY = "kueue.x-k8s.io/podset-{}-topology"
+_QUEUE_GROUP = "kueue.x-k8s.io/podset-group-name"
 
 
 def uses_compute_domain(spec: Spec, served: frozenset[str]) -> bool:
@@ -76,7 +87,8 @@ def pod_template(
     if trainer:
         containers.append(_trainer(spec, installation, domain))
     roles = [spec.rollout] * rollout + [spec.trainer] * trainer
-    volumes = _volumes(spec, name, rollout=rollout, trainer=trainer)
+    mounted = {mount["name"] for container in (*sidecars, *containers) for mount in container["volumeMounts"]}
+    volumes = [volume for volume in _volumes(spec, name) if volume["name"] in mounted]
     shm = _shm_bytes(roles)
     if shm:
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": _mebibytes(shm)}})
@@ -159,7 +171,12 @@ def _metadata(spec: Spec) -> Document:
     if spec.placement.queue is None or not (topology.required or topology.preferred):
         return {}
     strength = "required" if topology.required else "preferred"
-    return {"annotations": {_QUEUE_TOPOLOGY.format(strength): topology.required or topology.preferred}}
+    annotations = {_QUEUE_TOPOLOGY.format(strength): topology.required or topology.preferred}
+    roles_apart = spec.placement.colocation is not Colocation.POD
+    # Kueue fits two sets of pods into one domain where one of them is a single pod, else each by itself.
+    if roles_apart and min(spec.rollout.nodes, spec.trainer.nodes) == 1:
+        annotations[_QUEUE_GROUP] = "job"
+    return {"annotations": annotations}
 
 
 # -- containers -------------------------------------------------------------------------------------------
@@ -215,7 +232,9 @@ def _store(spec: Spec, installation: Installation) -> Document:
     memory = _mebibytes(quantity_bytes(spec.transport.ring.size) + _STORE_OVERHEAD)
     container["resources"] = {"requests": {"cpu": "100m", "memory": memory}, "limits": {"memory": memory}}
     container["readinessProbe"] = _probe(names.STORE)
-    container["volumeMounts"] += [_ring_mount(spec), *_run_mounts(spec), *_credentials_mounts(spec)]
+    container["volumeMounts"].append(_ring_mount(spec))
+    if spec.transport.spill is Spill.OBJECT_STORE:
+        container["volumeMounts"] += _credentials_mounts(spec)
     if spec.transport.spill_path is not None:
         container["volumeMounts"].append({"name": "spill", "mountPath": spec.transport.spill_path})
     return container
@@ -227,9 +246,15 @@ def _rollout(spec: Spec, installation: Installation, domain: bool) -> Document:
     container = _container(names.ROLLOUT, image, role.threads, names.ROLLOUT_PORT)
     container["resources"] = _resources(role, domain)
     container["readinessProbe"] = _probe(names.ROLLOUT)
-    if not spec.transport.only_object:
-        container["volumeMounts"].append(_ring_mount(spec))
-    container["volumeMounts"] += [*_run_mounts(spec), _cache_mount(), *_credentials_mounts(spec)]
+    mounts = container["volumeMounts"]
+    if spec.transport.only_object:
+        mounts += _credentials_mounts(spec)
+    else:
+        mounts.append(_ring_mount(spec))
+    if records_under_run(spec):
+        mounts += _run_mounts(spec)
+    elif _weights_by_disk(spec):
+        mounts += [{**mount, "readOnly": True} for mount in _run_mounts(spec)]
     return container
 
 
@@ -237,12 +262,21 @@ def _trainer(spec: Spec, installation: Installation, domain: bool) -> Document:
     role = spec.trainer
     image = role.image or installation.trainer_image
     container = _container(names.TRAINER, image, role.threads, names.TRAINER_PORT)
-    container["ports"].append({"name": "rendezvous", "containerPort": names.RENDEZVOUS_PORT})
+    container["ports"] += [
+        {"name": "rendezvous", "containerPort": names.RENDEZVOUS_PORT},
+        {"name": "meeting", "containerPort": names.MEETING_PORT},
+    ]
     container["resources"] = _resources(role, domain)
     mounts = container["volumeMounts"]
     if not spec.transport.only_object and spec.placement.colocation is not Colocation.NONE:
         mounts.append(_ring_mount(spec))
-    mounts += [*_run_mounts(spec), _cache_mount(), *_credentials_mounts(spec)]
+    mounts += [*_run_mounts(spec), {"name": "cache", "mountPath": names.CACHE_DIRECTORY}]
+    if spec.transport.only_object:
+        mounts += _credentials_mounts(spec)
+    if spec.output.secret_name is not None:
+        mounts.append(
+            {"name": "output-credentials", "mountPath": names.OUTPUT_CREDENTIALS_DIRECTORY, "readOnly": True}
+        )
     mounts.append(
         {
             "name": "api-access",
@@ -279,27 +313,20 @@ def _ring_mount(spec: Spec) -> Document:
     return mount
 
 
-def _claim(spec: Spec) -> tuple[str, str] | None:
-    """Name and path of the volume claim of spec.output, or None."""
-    uri = spec.output.uri or ""
-    if not uri.startswith("pvc://"):
-        return None
-    claim, _, path = uri.removeprefix("pvc://").partition("/")
-    return claim, path.strip("/")
+def records_under_run(spec: Spec) -> bool:
+    """Whether rollouts put frames into the run's directory, from where the trainer reads them."""
+    return spec.transport.only_object and spec.transport.object.uri is None
+
+
+def _weights_by_disk(spec: Spec) -> bool:
+    """Whether rollouts read weights from the run's directory, as `tracerl.rl.rollouts` decides it."""
+    if spec.trainer.weight_sync is WeightSync.AUTO:
+        return spec.placement.colocation is Colocation.POD and spec.rollout.nodes == 1
+    return spec.trainer.weight_sync is WeightSync.DISK
 
 
 def _run_mounts(spec: Spec) -> list[Document]:
-    if run_directory(spec) != names.RUN_DIRECTORY:
-        return []  # a directory of the image or of a volume in the role's template
-    mount: Document = {"name": "run", "mountPath": names.RUN_DIRECTORY}
-    claim = _claim(spec)
-    if claim is not None and claim[1]:
-        mount["subPath"] = claim[1]
-    return [mount]
-
-
-def _cache_mount() -> Document:
-    return {"name": "cache", "mountPath": names.CACHE_DIRECTORY}
+    return [{"name": "run", "mountPath": names.RUNS_DIRECTORY}] if run_is_mounted(spec) else []
 
 
 def _credentials_mounts(spec: Spec) -> list[Document]:
@@ -308,38 +335,36 @@ def _credentials_mounts(spec: Spec) -> list[Document]:
     return [{"name": "credentials", "mountPath": names.CREDENTIALS_DIRECTORY, "readOnly": True}]
 
 
-def _volumes(spec: Spec, name: str, *, rollout: bool, trainer: bool) -> list[Document]:
-    transport, colocation = spec.transport, spec.placement.colocation
-    volumes: list[Document] = [
+def _volumes(spec: Spec, name: str) -> list[Document]:
+    """Build all volumes that containers of a job mount; a pod has those that its own do."""
+    transport = spec.transport
+    claim = output_claim(spec)
+    run: Document = {"emptyDir": {}} if claim is None else {"persistentVolumeClaim": {"claimName": claim[0]}}
+    # Room for two: rollout and trainer keep a killed store's ring mapped until they use the next one.
+    size = _mebibytes(2 * quantity_bytes(transport.ring.size) + _MIB)
+    ring: Document = {"emptyDir": {"medium": "Memory", "sizeLimit": size}}
+    if spec.placement.colocation is Colocation.NODE:
+        ring = {"hostPath": {"path": "/dev/shm", "type": "Directory"}}  # noqa: S108
+    limit = {} if transport.spill_limit is None else {"sizeLimit": transport.spill_limit}
+    source = spec.task.source
+    return [
         {"name": "job", "configMap": {"name": config_map(name)}},
-        # Of the group of the pod's user, and of nobody else.
-        {"name": "token", "secret": {"secretName": secret(name), "defaultMode": 0o440}},
+        {"name": "token", **_secret_volume(secret(name))},
         {"name": "tmp", "emptyDir": {}},
         {"name": "cache", "emptyDir": {}},
+        {"name": "run", **run},
+        {"name": "ring", **ring},
+        {"name": "credentials", **_secret_volume(transport.object.secret_name)},
+        {"name": "output-credentials", **_secret_volume(spec.output.secret_name)},
+        {"name": "spill", "emptyDir": limit},
+        {"name": "api-access", "projected": {"defaultMode": 0o440, "sources": _api_access()}},
+        {"name": "reward", "configMap": {"name": source.config_map if source else None}},
     ]
-    if run_directory(spec) == names.RUN_DIRECTORY:
-        claim = _claim(spec)
-        source: Document = (
-            {"emptyDir": {}} if claim is None else {"persistentVolumeClaim": {"claimName": claim[0]}}
-        )
-        volumes.append({"name": "run", **source})
-    if not transport.only_object:
-        if colocation is Colocation.NODE:
-            volumes.append({"name": "ring", "hostPath": {"path": "/dev/shm", "type": "Directory"}})  # noqa: S108
-        elif rollout:
-            size = _mebibytes(quantity_bytes(transport.ring.size) + _MIB)
-            volumes.append({"name": "ring", "emptyDir": {"medium": "Memory", "sizeLimit": size}})
-    if transport.object.secret_name is not None:
-        source = {"secretName": transport.object.secret_name, "defaultMode": 0o440}
-        volumes.append({"name": "credentials", "secret": source})
-    if rollout and transport.spill_path is not None:
-        limit = {} if transport.spill_limit is None else {"sizeLimit": transport.spill_limit}
-        volumes.append({"name": "spill", "emptyDir": limit})
-    if trainer:
-        volumes.append({"name": "api-access", "projected": {"defaultMode": 0o440, "sources": _api_access()}})
-        if spec.task.source is not None and spec.task.source.config_map is not None:
-            volumes.append({"name": "reward", "configMap": {"name": spec.task.source.config_map}})
-    return volumes
+
+
+def _secret_volume(name: str | None) -> Document:
+    # Of the group of the pod's user, and of nobody else.
+    return {"secret": {"secretName": name, "defaultMode": 0o440}}
 
 
 def _api_access() -> list[Document]:
@@ -362,15 +387,15 @@ def secret(job: str) -> str:
 
 
 def _shm_bytes(roles: list[Rollout | Trainer]) -> int:
-    """Size of /dev/shm of a pod: a quarter of its roles' memory, so that with the ring it stays within it.
+    """Size of /dev/shm of a pod: half of the memory of its smaller role, which may be the one that fills it.
 
-    0 where that is less than what every container has by itself, 64 MiB.
+    0 where that is less than what every container has by itself, 64 MiB. The ring is in the store's memory.
     """
     limits = [role.resources.limits.memory for role in roles]
     gpus = any(role.gpus_per_node for role in roles)
     if any(limit is None for limit in limits):
         return _SHM_GPU_MOST if gpus else _SHM_LEAST
-    size = sum(quantity_bytes(limit) for limit in limits if limit is not None) // 4
+    size = min(quantity_bytes(limit) for limit in limits if limit is not None) // 2
     size = min(size, _SHM_GPU_MOST) // _MIB * _MIB
     return size if size > _SHM_LEAST else 0
 

@@ -17,7 +17,7 @@ from datetime import datetime, timedelta
 from tracerl.api.constants import Reason
 from tracerl.api.job import API_VERSION, KIND, Colocation, Progress, Status, TraceRLJob
 from tracerl_operator import names
-from tracerl_operator.check import blockers, is_foreign, lost_object, parse
+from tracerl_operator.check import blockers, earlier_job, is_foreign, lost_object, parse
 from tracerl_operator.cluster import (
     Exit,
     at,
@@ -27,6 +27,7 @@ from tracerl_operator.cluster import (
     find_jobset,
     has_ended,
     index_of,
+    is_leaving,
     is_true,
     number,
     restarts_of,
@@ -34,6 +35,7 @@ from tracerl_operator.cluster import (
 from tracerl_operator.merge import PatchError
 from tracerl_operator.objects import (
     CLEANING_SECONDS,
+    DISRUPTED,
     JOBSET,
     cleaning_pod,
     job_marks,
@@ -43,9 +45,20 @@ from tracerl_operator.objects import (
     wanted,
 )
 from tracerl_operator.progress import claimed, mirrored
+from tracerl_operator.resolve import output_place
 from tracerl_operator.status import Finding, new_status, read_status, show, transitions
-from tracerl_operator.times import parse_time, show_time
-from tracerl_operator.types import Apply, Decision, Delete, Document, Observed, Ref
+from tracerl_operator.stuck import (
+    PATIENCE,
+    ask_again,
+    due_to_leave,
+    explained,
+    leaving,
+    obstacle,
+    queued,
+)
+from tracerl_operator.stuck import inquiries as inquiries_about
+from tracerl_operator.times import later, parse_time, show_time
+from tracerl_operator.types import Apply, Decision, Delete, Document, Inquiry, Observed, Ref
 
 _SERVERS = (names.ROLLOUT, names.STORE)
 # What these hold cannot change, or is random.
@@ -66,6 +79,15 @@ def reconcile(job: Document, observed: Observed, now: datetime) -> Decision:
     if is_foreign(job):
         return Decision()
     return _Reconciliation(job, observed, now).decide()
+
+
+def inquiries(job: Document, observed: Observed, now: datetime) -> tuple[Inquiry, ...]:
+    """Say what else to list before `reconcile` is asked, into `Observed.answers`: a few lists, seldom any."""
+    if not all(isinstance(at(job, "metadata", key), str) for key in ("name", "namespace", "uid")):
+        return ()
+    if is_foreign(job) or at(job, "metadata", "deletionTimestamp") is not None:
+        return ()
+    return _Reconciliation(job, observed, now).inquiries()
 
 
 @dataclass
@@ -98,6 +120,18 @@ class _Reconciliation:
         if not self.found:
             self.current = []
 
+    def inquiries(self) -> tuple[Inquiry, ...]:
+        """What to list now."""
+        return tuple(inquiry for inquiry, waited in self._questions() if waited >= PATIENCE)
+
+    def _questions(self) -> list[tuple[Inquiry, timedelta]]:
+        ended = self.before.terminal is not None or is_true(self.jobset, "Completed")
+        removed = at(self.jobset, "metadata", "deletionTimestamp") is not None
+        if not self.found or ended or removed or is_true(self.jobset, "Failed"):
+            return []
+        queue = "Workload" in self.observed.served and bool(at(self.job, "spec", "placement", "queue"))
+        return list(inquiries_about(self.jobset, self.current, self.now, queue=queue))
+
     # -- what is true -------------------------------------------------------------------------------------
 
     def decide(self) -> Decision:
@@ -105,7 +139,10 @@ class _Reconciliation:
         if at(self.job, "metadata", "deletionTimestamp") is not None:
             self._remove_jobset()
             self._clean_rings()
-            return self._decision(None)
+            if self.before.terminal is not None or not self._marked():
+                return self._decision(None)
+            message = "the job is being deleted; its rings are removed from the nodes first"
+            return self._show(Finding(Reason.INTERRUPTED, message))
         if self.before.terminal is not None:
             return self._ended(self.before)
         if at(self.job, "spec", "suspend") is True:
@@ -119,7 +156,7 @@ class _Reconciliation:
         if self.found is None:
             return self._start(job)
         if at(self.jobset, "metadata", "deletionTimestamp") is not None:
-            return self._waiting("the pods of the last attempt are being removed")
+            return self._removing()
         return self._running(job)
 
     def _fault(self) -> str:
@@ -147,17 +184,24 @@ class _Reconciliation:
         if blocked:
             self.again.append(self.now + _RETRY)
             return self._show(Finding(Reason.CONFIGURATION, clean_text("; ".join(blocked))))
+        left = earlier_job(self.uid, self.observed, refs)
+        if left is not None:
+            self.again.append(self.now + PATIENCE)
+            return self._waiting(left)
         if any(not has_ended(pod) for pod in self.pods):
-            return self._waiting("the pods of the last attempt are being removed")
+            return self._removing()
         if self.cleaners:
             self._drop_cleaners()
             return self._waiting("rings of the last attempt are being removed from the nodes")
         self._mark_nodes(job)
         self.apply += [document for document in documents if self._differs(document)]
-        if self.observed.refusals:
+        lacking = tuple(f"{Apply(document).ref}:" for document in self.apply)
+        refusals = [refusal for refusal in self.observed.refusals if refusal.startswith(lacking)]
+        if refusals:
             self.again.append(self.now + _RETRY)
-            refused = "; ".join(clean_text(refusal) for refusal in self.observed.refusals)
-            return self._show(Finding(Reason.CONFIGURATION, clean_text(f"the API server refused {refused}")))
+            refused = "; ".join(clean_text(refusal) for refusal in refusals)
+            message = f"the API server refused {refused}; it is asked again every minute"
+            return self._show(Finding(Reason.CONFIGURATION, clean_text(message)))
         return self._waiting("the pods are being made")
 
     def _running(self, job: TraceRLJob) -> Decision:
@@ -173,18 +217,16 @@ class _Reconciliation:
         counted = self._restarts_by_role()
         worst = max(counted, key=lambda role: counted[role])
         if counted[worst] > budget:
+            last = next((f" (last: {_sentence(one)})" for one in self._ends() if one.container == worst), "")
             message = (
                 f"the {worst} was restarted {counted[worst]} times, and failurePolicy.maxRestarts is {budget}"
             )
-            return self._fail(Reason.RESTARTS_EXHAUSTED, message)
+            return self._fail(Reason.RESTARTS_EXHAUSTED, clean_text(message + last))
         held = at(self.jobset, "spec", "suspend") is True
         start = None if held else self.before.start_time or show_time(self.now)
         began, limit = parse_time(start), job.spec.active_deadline_seconds
         if began is not None and limit is not None:
-            try:
-                deadline = began + timedelta(seconds=limit)
-            except OverflowError:  # a deadline after the end of all calendars
-                deadline = None
+            deadline = _after_seconds(began, limit)
             if deadline is not None and deadline <= self.now:
                 message = f"the job ran longer than spec.activeDeadlineSeconds ({limit} s)"
                 return self._fail(Reason.DEADLINE_EXCEEDED, message)
@@ -194,20 +236,50 @@ class _Reconciliation:
         lasting = kept_right(job, self.uid, self.observed.installation, served=self.observed.served)
         self.apply += [document for document in lasting if self._differs(document)]
         if held:
-            queue = job.spec.placement.queue
-            message = f"waits for the queue {queue}" if queue else "its JobSet is suspended"
-            return self._show(Finding(Reason.QUEUED, message, suspended=True))
+            return self._show(Finding(Reason.QUEUED, self._queue_says(job), suspended=True))
         return self._show(self._readiness(job), start=start)
+
+    def _queue_says(self, job: TraceRLJob) -> str:
+        self._ask_again()
+        queue = job.spec.placement.queue
+        if queue is None:
+            return "its JobSet is suspended; whoever did that resumes it"
+        said = queued(self.observed.answers, str(at(self.jobset, "metadata", "uid")))
+        return clean_text(f"waits for the queue {queue}" + (f": {said}" if said else ""))
+
+    def _ask_again(self) -> None:
+        """See to it that what is not watched is asked for in time."""
+        for _, waited in self._questions():
+            first = self.now + PATIENCE - waited
+            self.again.append(first if first > self.now else ask_again(self.now, waited))
 
     def _readiness(self, job: TraceRLJob) -> Finding:
         done, total = self._ready_nodes()
         lost = lost_object(job, self.observed)
         if lost is not None:
             return Finding(Reason.CONFIGURATION, lost)
+        message = f"{done} of {total} nodes are ready"
         suffix = "" if job.spec.output.uri else f"; {_NO_OUTPUT}"
-        message = f"{done} of {total} nodes are ready{suffix}"
-        ready = done == total
-        return Finding(Reason.RUNNING if ready else Reason.STARTING, message, ready=ready)
+        if done == total:
+            return Finding(Reason.RUNNING, message + suffix, ready=True)
+        self._ask_again()
+        found = obstacle(self.jobset, self.current, self.observed.answers, self.now)
+        if found is not None:
+            return found
+        cause = self._what_happened()
+        return Finding(Reason.STARTING, clean_text(message + (f"; {cause}" if cause else suffix)))
+
+    def _what_happened(self) -> str:
+        """Say why pods that ran do not run; empty where nothing is known."""
+        due = due_to_leave(self.current, self.now)
+        if due is not None:
+            self.again.append(due)
+        return explained(self.current, self.now) or "".join(_sentence(one) for one in self._ends()[:1])
+
+    def _ends(self) -> list[Exit]:
+        """Containers that ended, those first that others ended with: a pod's servers go with its trainer."""
+        servers = exits(filter(_works, self.current), _SERVERS)
+        return [*exits(self.current, (names.TRAINER,)), *servers]
 
     def _after_failure(self, job: TraceRLJob) -> Decision:
         """End the job, or make its JobSet again: its budget was that of when it was made."""
@@ -215,7 +287,11 @@ class _Reconciliation:
         final = next((one for one in ended if one.final), None)
         if final is not None:
             return self._fail(final.reason, _sentence(final))
-        needed, budget = self._jobset_restarts() + 1, job.spec.failure_policy.max_restarts
+        # Who lost a peer that was taken from its node is not to blame either.
+        disrupted = any(one.reason is Reason.TRAINER_LOST for one in ended) and any(
+            is_true(pod, DISRUPTED) for pod in self.current
+        )
+        needed, budget = self._jobset_restarts() + (not disrupted), job.spec.failure_policy.max_restarts
         if needed > budget:
             why = f" (last: {_sentence(ended[0])})" if ended else ""
             message = f"{needed} restarts were needed, and failurePolicy.maxRestarts is {budget}{why}"
@@ -229,6 +305,14 @@ class _Reconciliation:
         self._clean_rings()
         message = "spec.suspend is true" + ("" if released else "; pods are being removed")
         return self._show(Finding(Reason.SUSPENDED_BY_SPEC, message, suspended=released))
+
+    def _removing(self) -> Decision:
+        due = due_to_leave(self.pods, self.now)
+        if due is not None:
+            self.again.append(due)
+        late = leaving(self.pods, self.now)
+        message = "the pods of the last attempt are being removed" + (f"; {late}" if late else "")
+        return self._waiting(clean_text(message))
 
     def _waiting(self, message: str, *, restarts: int = 0) -> Decision:
         start = self.before.start_time
@@ -250,9 +334,8 @@ class _Reconciliation:
         seconds = at(self.job, "spec", "ttlSecondsAfterFinished")
         completed = parse_time(status.completion_time)
         if isinstance(seconds, int) and completed is not None:
-            try:
-                due = completed + timedelta(seconds=seconds)
-            except OverflowError:
+            due = _after_seconds(completed, seconds)
+            if due is None:
                 return self._decision(status)
             if due <= self.now:
                 self.delete.append(Delete(Ref(API_VERSION, KIND, self.name), self.uid))
@@ -277,6 +360,9 @@ class _Reconciliation:
             restarts=total_restarts,
             progress=self._progress(final=finding.terminal is not None),
             start_time=start,
+            output=output_place(self.parsed.spec, self.name, self.uid)
+            if self.parsed is not None
+            else self.before.output,
         )
 
     def _progress(self, *, final: bool) -> Progress:
@@ -295,16 +381,22 @@ class _Reconciliation:
             apply=tuple(Apply(document) for document in self.apply),
             delete=tuple(self.delete),
             status=show(status) if status is not None and changed else None,
-            events=tuple(transitions(self.before, status)) if status is not None and changed else (),
+            events=tuple(transitions(self.before, status, self._cause()))
+            if status is not None and changed
+            else (),
             look_again_at=min(self.again, default=None),
         )
+
+    def _cause(self) -> str:
+        found = self._ends()
+        return _sentence(found[0]) if found else "its pods ended"
 
     # -- restarts and readiness ---------------------------------------------------------------------------
 
     def _jobset_restarts(self) -> int:
         before = at(self.jobset, "metadata", "annotations", names.ANNOTATION_RESTARTS_BEFORE)
         counted = int(before) if isinstance(before, str) and before.isdecimal() and len(before) < 10 else 0
-        return counted + number(at(self.jobset, "status", "restarts"))
+        return counted + number(at(self.jobset, "status", "restartsCountTowardsMax"))
 
     def _restarts_by_role(self) -> dict[str, int]:
         """Restarts of all pods count as the trainer's: it is what the JobSet restarts for."""
@@ -319,7 +411,7 @@ class _Reconciliation:
             return 0, 0
         spec = self.parsed.spec
         total = sum(names.replicated_jobs(spec).values())
-        ready = [pod for pod in self.current if is_true(pod, "Ready")]
+        ready = [pod for pod in self.current if is_true(pod, "Ready") and not is_leaving(pod)]
         if spec.placement.colocation is not Colocation.NODE:
             return min(len(ready), total), total
         roles = {
@@ -413,6 +505,14 @@ def _works(pod: Document) -> bool:
         for status in containers(pod)
     )
     return not (told or done)
+
+
+def _after_seconds(time: datetime, seconds: int) -> datetime | None:
+    """Give a time that many seconds later; None where it is after the end of all calendars."""
+    try:
+        return later(time, timedelta(seconds=seconds))
+    except OverflowError:
+        return None
 
 
 def _sentence(one: Exit) -> str:

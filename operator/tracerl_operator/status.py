@@ -53,6 +53,7 @@ def new_status(
     restarts: int,
     progress: Progress,
     start_time: str | None,
+    output: str | None,
 ) -> Status:
     """Build the status that shows a finding."""
     known = {condition.type: condition for condition in before.conditions}
@@ -88,6 +89,7 @@ def new_status(
         start_time=start_time,
         completion_time=show_time(now) if finding.terminal else None,
         restarts=restarts,
+        output=output,
         progress=progress,
     )
 
@@ -112,13 +114,21 @@ def _summary(finding: Finding) -> str:
     return finding.reason.value
 
 
-def transitions(before: Status, after: Status) -> Iterable[Event]:
-    """Give an event for each condition that changed, and for a reason that keeps a job from starting."""
+_BLOCKED = (Reason.CONFIGURATION.value, Reason.UNSCHEDULABLE.value)
+
+
+def transitions(before: Status, after: Status, cause: str) -> Iterable[Event]:
+    """Give an event for a restart, each condition that changed, and a reason that keeps a job from starting.
+
+    `cause` says what was the matter with the pods when they were seen last.
+    """
+    if after.restarts > before.restarts and after.terminal is None:
+        yield Event("Warning", Reason.RESTARTED.value, f"restart {after.restarts}: {cause}")
     known: Mapping[str, Condition] = {condition.type: condition for condition in before.conditions}
     for condition in after.conditions:
         previous = known.get(condition.type)
         was = "False" if previous is None else previous.status
-        blocked = condition.reason == Reason.CONFIGURATION.value
+        blocked = condition.reason in _BLOCKED
         newly_blocked = blocked and (previous is None or previous.reason != condition.reason)
         if condition.status == was and not (condition.type == ConditionType.READY and newly_blocked):
             continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 
 def show_time(time: datetime) -> str:
@@ -18,4 +18,12 @@ def parse_time(text: object) -> datetime | None:
         time = datetime.fromisoformat(text)
         return time.astimezone(UTC) if time.tzinfo is not None else None
     except (ValueError, OverflowError):
+        return None
+
+
+def later(time: datetime, by: timedelta) -> datetime | None:
+    """Give a later time; None where it is after the end of all calendars."""
+    try:
+        return time + by
+    except OverflowError:
         return None

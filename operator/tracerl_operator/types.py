@@ -33,10 +33,23 @@ class Installation:
     trainer_image: str
     node_ring: bool = False
     """Whether placement.colocation Node is allowed: its pods mount the node's /dev/shm."""
+    network_policy: bool = False
+    """Whether each job gets a NetworkPolicy, so that only its own pods reach its pods."""
     pod_monitor: bool = False
-    """Whether each job gets a PodMonitor, where the cluster has them."""
+    """Whether each job gets a PodMonitor, where the cluster has them; its pods' HTTP ports are then open."""
     pod_monitor_labels: Mapping[str, str] = field(default_factory=dict)
     """Labels by which a Prometheus selects PodMonitors."""
+
+
+class Inquiry(NamedTuple):
+    """Objects to be listed in the job's namespace: what keeps a job waiting is not in what is watched."""
+
+    api_version: str
+    kind: str
+    fields: str = ""
+    """Field selector."""
+    labels: str = ""
+    """Label selector."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +60,8 @@ class Observed:
     new_token: str = field(repr=False)
     """Random text for the Secret of a job that has none; new at every call."""
     served: frozenset[str] = frozenset()
-    """Which of the kinds that a cluster may lack are served: JobSet, ComputeDomain, PodMonitor."""
+    """Which of the kinds that a cluster may lack are served: JobSet, ComputeDomain, PodMonitor, and
+    Kueue's Workload."""
     pod_security: str | None = None
     """Level of the namespace's label pod-security.kubernetes.io/enforce; None where it has none."""
     objects: Mapping[Ref, Document] = field(default_factory=dict, repr=False)
@@ -55,7 +69,10 @@ class Observed:
     pods: tuple[Document, ...] = field(default=(), repr=False)
     """All pods with the job's label."""
     refusals: tuple[str, ...] = ()
-    """What the API server answered to objects of the last decision that it did not take."""
+    """What the API server answered to objects of the last decision that it did not take, each as
+    "KIND/NAME: ANSWER"."""
+    answers: tuple[Document, ...] = field(default=(), repr=False)
+    """Everything that `reconcile.inquiries` asked for, as far as it could be listed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ NOW = datetime(2026, 11, 29, 12, 0, 0, tzinfo=UTC)
 TOKEN = "0f" * 32
 UID = "6f1c2f9e-0000-4000-8000-00000000000a"
 INSTALLATION = Installation("example.org/rollout:1", "example.org/trainer:1")
-ALL_KINDS = frozenset({"JobSet", "ComputeDomain", "PodMonitor"})
+ALL_KINDS = frozenset({"JobSet", "ComputeDomain", "PodMonitor", "Workload"})
 JOBSET = ("jobset.x-k8s.io/v1alpha2", "JobSet")
 
 SPEC: dict[str, Any] = {

@@ -11,6 +11,7 @@ import pytest
 from small_cluster import APART, INSTALLATION, NODE, TOKEN, Cluster, job, nodes
 
 from tracerl.api.job import Status
+from tracerl_operator.reconcile import inquiries
 from tracerl_operator.types import Decision
 
 WORDS: list[Any] = [
@@ -48,6 +49,28 @@ WORDS: list[Any] = [
 ]
 IDENTITY = {("metadata", key) for key in ("name", "namespace", "uid")}
 SHAPES: list[dict[str, Any]] = [{}, NODE | nodes(2), APART | nodes(2), {"placement": {"queue": "lq"}}]
+
+
+ANSWERS: list[dict[str, Any]] = [
+    {
+        "involvedObject": {"uid": "uid-canary-node-0-0-abcde"},
+        "type": "Warning",
+        "reason": "FailedMount",
+        "message": "x",
+        "lastTimestamp": "2026-11-29T12:00:00Z",
+    },
+    {
+        "involvedObject": {"name": "canary-node-0"},
+        "type": "Warning",
+        "reason": "FailedCreate",
+        "message": 'pods "canary-node-0-0-abcde" is forbidden',
+        "series": {"lastObservedTime": "2026-11-29T12:00:00.5Z"},
+    },
+    {
+        "metadata": {"ownerReferences": [{"uid": "made-9"}]},
+        "status": {"conditions": [{"type": "QuotaReserved", "status": "False", "message": "x"}]},
+    },
+]
 
 
 def places(value: object, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -157,6 +180,8 @@ def test_mutated_progress(part: int) -> None:
 def test_mutated_observations(part: int) -> None:
     for seed in range(part * 100, part * 100 + 100):
         c, chance = story(seed), random.Random(seed)
+        if chance.random() < 0.5 and seed % 6:
+            c.observed = replace(c.observed, pods=())  # or there are only events
         objects = copy.deepcopy(dict(c.observed.objects))
         pods = copy.deepcopy(c.observed.pods)
         for _ in range(chance.randint(1, 6)):
@@ -164,5 +189,9 @@ def test_mutated_observations(part: int) -> None:
                 mutate(chance.choice(pods), chance, {("metadata",), ("metadata", "name")})
             elif objects:
                 mutate(chance.choice([*objects.values()]), chance, set())
-        c.observed = replace(c.observed, objects=objects, pods=pods)
+        answers = [copy.deepcopy(chance.choice(ANSWERS)) for _ in range(3)]
+        for answer in answers:
+            mutate(answer, chance, set())
+        c.observed = replace(c.observed, objects=objects, pods=pods, answers=tuple(answers))
+        assert len(inquiries(c.job, c.observed, c.now)) <= 6
         check(c.decide(), c)

@@ -16,7 +16,10 @@ from small_cluster import ALL_KINDS, APART, INSTALLATION, NODE, TOKEN, UID, job,
 from tracerl.api.job import TraceRLJob, quantity_bytes
 from tracerl.api.load import check
 from tracerl.api.resolved import ResolvedJob
+from tracerl.rl.rollouts import weights_by_disk
+from tracerl.rl.tasks import REWARD_MOUNT
 from tracerl_operator.objects import cleaning_pod, wanted
+from tracerl_operator.resolve import output_place, resolve
 
 GPUS = {"rollout": {"gpusPerNode": 2}, "trainer": {"gpusPerNode": 2, "parallelism": {"tensor": 2}}}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -210,12 +213,25 @@ def test_ring_and_shared_memory_are_apart_and_within_the_limits(ring: str, limit
         sizes[name] = quantity_bytes(directory["emptyDir"]["sizeLimit"])
         for role in ("rollout", "trainer"):
             assert mounts(found[role])[path]["name"] == name
-    assert sizes["ring"] > quantity_bytes(ring)  # it holds a socket, too
-    # The store touches the ring first, so its container is charged for it.
-    assert quantity_bytes(found["store"]["resources"]["limits"]["memory"]) > sizes["ring"]
+    # A ring, that of a killed store as long as others have it mapped, and a socket.
+    assert sizes["ring"] > 2 * quantity_bytes(ring)
+    # The store touches its ring first, so its container is charged for it.
+    assert quantity_bytes(found["store"]["resources"]["limits"]["memory"]) > quantity_bytes(ring)
     limits = [quantity_bytes(c["resources"]["limits"]["memory"]) for c in found.values()]
     assert sum(sizes.values()) < sum(limits)
     assert sizes["shm"] <= quantity_bytes(limit)
+
+
+@pytest.mark.parametrize(("rollout", "trainer"), [("2Gi", "64Gi"), ("64Gi", "2Gi")])
+def test_shared_memory_is_within_the_limit_of_either_role(rollout: str, trainer: str) -> None:
+    """Its pages are charged to whichever container touches them first."""
+    spec = {
+        role: {"resources": {"limits": {"memory": limit}}}
+        for role, limit in (("rollout", rollout), ("trainer", trainer))
+    }
+    shm = volume(templates(build(**spec))["node"], "shm")
+    assert shm is not None
+    assert quantity_bytes(shm["emptyDir"]["sizeLimit"]) <= quantity_bytes("2Gi")
 
 
 def test_the_ring_of_a_node_is_one_directory_of_its_shared_memory() -> None:
@@ -277,6 +293,130 @@ def test_credentials_are_mounted_and_never_copied() -> None:
     assert [o["metadata"]["name"] for o in objects if o["kind"] == "Secret"] == ["canary-token"]
 
 
+S3 = {"output": {"uri": "s3://bucket/runs", "secretName": "own", "endpointUrl": "http://minio:9000"}}
+PLACES: list[tuple[dict[str, Any], str | None, str, str | None, dict[str, Any] | None]] = [
+    # output, status.output, run directory, output in an object store, volume `run`
+    (
+        {"uri": "pvc://runs"},
+        "pvc://runs/canary-6f1c2f9e",
+        "/var/lib/tracerl/canary-6f1c2f9e",
+        None,
+        {"persistentVolumeClaim": {"claimName": "runs"}},
+    ),
+    (
+        {"uri": "pvc://runs/team/a/"},
+        "pvc://runs/team/a/canary-6f1c2f9e",
+        "/var/lib/tracerl/team/a/canary-6f1c2f9e",
+        None,
+        {"persistentVolumeClaim": {"claimName": "runs"}},
+    ),
+    (
+        {"uri": "s3://bucket/p"},
+        "s3://bucket/p/canary-6f1c2f9e",
+        "/var/lib/tracerl/canary-6f1c2f9e",
+        "s3://bucket/p/canary-6f1c2f9e",
+        {"emptyDir": {}},
+    ),
+    ({"uri": "file:///data"}, "file:///data/canary-6f1c2f9e", "/data/canary-6f1c2f9e", None, None),
+    ({"uri": "file:///"}, "file:///canary-6f1c2f9e", "/canary-6f1c2f9e", None, None),
+    ({}, None, "/var/lib/tracerl/canary-6f1c2f9e", None, {"emptyDir": {}}),
+]
+
+
+@pytest.mark.parametrize(("output", "place", "directory", "uri", "source"), PLACES)
+def test_every_job_has_a_directory_of_its_own(
+    output: Any, place: str | None, directory: str, uri: str | None, source: Any
+) -> None:
+    document = job()
+    document["spec"]["output"] = output
+    parsed = TraceRLJob.model_validate(document)
+    resolved = resolve(parsed, UID)
+    assert (output_place(parsed.spec, "canary", UID), str(resolved.run_dir)) == (place, directory)
+    assert resolved.output_uri == uri
+    objects = wanted(parsed, UID, INSTALLATION, served=ALL_KINDS, token=TOKEN, restarts=0)
+    template = templates(objects)["node"]
+    assert volume(template, "run") == (None if source is None else {"name": "run", **source})
+    # The root of the volume: processes make the directories, which a subPath would make as root.
+    run = mounts(containers(template)["trainer"]).get("/var/lib/tracerl")
+    assert run == (None if source is None else {"name": "run", "mountPath": "/var/lib/tracerl"})
+
+
+DISTRIBUTED = {"trainer": {"weightSync": "Distributed"}}
+OBJECTS = {"transport": {"object": {"uri": "s3://bucket/p", "secretName": "s3"}}}
+NEEDS: list[tuple[dict[str, Any], dict[str, set[str]]]] = [
+    # What store, rollout and trainer mount of the run, both secrets and the cache; ! is to be read only.
+    ({}, {"store": set(), "rollout": {"!run"}, "trainer": {"run", "cache"}}),  # weights travel by disk
+    (DISTRIBUTED, {"store": set(), "rollout": set(), "trainer": {"run", "cache"}}),
+    (APART, {"store": set(), "rollout": set(), "trainer": {"run", "cache"}}),
+    (
+        S3 | DISTRIBUTED,
+        {"store": set(), "rollout": set(), "trainer": {"run", "cache", "!output-credentials"}},
+    ),
+    (
+        OBJECTS | APART,  # which nobody uses
+        {"store": set(), "rollout": set(), "trainer": {"run", "cache"}},
+    ),
+    (
+        APART | {"transport": {**OBJECTS["transport"], "spill": "ObjectStore"}},
+        {"store": {"!credentials"}, "rollout": set(), "trainer": {"run", "cache"}},
+    ),
+    (
+        APART | {"transport": {**OBJECTS["transport"], "onlyObject": True}},
+        {"rollout": {"!credentials"}, "trainer": {"run", "cache", "!credentials"}},
+    ),
+    (
+        DISTRIBUTED | {"transport": {"onlyObject": True}},  # frames are below the run's directory
+        {"rollout": {"run"}, "trainer": {"run", "cache"}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("spec", "needs"), NEEDS)
+def test_a_role_has_what_it_needs_and_no_more(spec: Any, needs: dict[str, set[str]]) -> None:
+    asked = {"run", "cache", "credentials", "output-credentials"}
+    found = {}
+    for template in templates(build(**spec)).values():
+        inside = set()
+        for name, container in containers(template).items():
+            used = {"!" * m.get("readOnly", False) + m["name"] for m in container["volumeMounts"]}
+            found[name] = {each for each in used if each.strip("!") in asked}
+            inside |= {each["name"] for each in container["volumeMounts"]}
+        assert {each["name"] for each in template["spec"]["volumes"]} == inside
+    assert found == needs
+
+
+def test_the_places_of_secrets_are_where_the_processes_look() -> None:
+    resolved = resolve(TraceRLJob.model_validate(job(**merged(S3, OBJECTS))), UID)
+    assert str(resolved.credentials_dir) == "/etc/tracerl/credentials"
+    assert str(resolved.output_credentials_dir) == "/etc/tracerl/output-credentials"
+    without = resolve(TraceRLJob.model_validate(job()), UID)
+    assert (without.credentials_dir, without.output_credentials_dir) == (None, None)
+
+
+def test_the_reward_is_mounted_where_the_trainer_looks() -> None:
+    found = templates(build(**SHAPES["own reward"], **APART))
+    assert volume(found["trainer"], "reward") == {"name": "reward", "configMap": {"name": "rewards"}}
+    assert mounts(containers(found["trainer"])["trainer"])[str(REWARD_MOUNT)]["readOnly"] is True
+    assert volume(found["rollout"], "reward") is None
+
+
+@pytest.mark.parametrize("monitored", [False, True])
+def test_only_a_jobs_own_pods_reach_it_and_who_scrapes(monitored: bool) -> None:
+    installation = replace(INSTALLATION, network_policy=True, pod_monitor=monitored)
+    parsed = TraceRLJob.model_validate(job(**APART))
+    objects = wanted(parsed, UID, installation, served=ALL_KINDS, token=TOKEN, restarts=0)
+    policy = one(objects, "NetworkPolicy")["spec"]
+    pods = {"matchLabels": {"tracerl.dev/job-uid": UID}}
+    assert policy["podSelector"] == pods
+    assert policy["policyTypes"] == ["Ingress"]  # what pods reach is not limited
+    assert policy["ingress"][0] == {"from": [{"podSelector": pods}]}
+    opened = {port["port"] for rule in policy["ingress"][1:] for port in rule["ports"]}
+    assert opened == ({8000, 8001, 8002} if monitored else set())
+    for template in templates(objects).values():
+        assert template["metadata"]["labels"].items() >= pods["matchLabels"].items()
+    assert not [o for o in build() if o["kind"] == "NetworkPolicy"]
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_everything_belongs_to_the_job(shape: str) -> None:
     for each in build(**SHAPES[shape]):
@@ -306,8 +446,8 @@ def test_the_processes_read_what_was_resolved(shape: str, tmp_path: Any) -> None
             assert mounts(container)["/etc/tracerl/job.yaml"]["subPath"] == "job.yaml"
             assert str(resolved.token_file.parent) in mounts(container)
             assert container["command"][-1] == f"tracerl.runtime.{name}_main"
-            if shape != "directory":
-                assert str(resolved.run_dir) in mounts(container)
+            if name == "trainer" and shape != "directory":
+                assert any(resolved.run_dir.is_relative_to(place) for place in mounts(container))
     # Every endpoint is a pod of the JobSet: <jobset>-<job>-<job index>-<pod index>.<subdomain>.
     jobset = one(objects, "JobSet")
     assert jobset["spec"]["network"]["subdomain"] == jobset["metadata"]["name"]
@@ -373,6 +513,26 @@ def test_gpus_go_to_limits_and_other_resources_are_as_given() -> None:
     assert "nvidia.com/gpu" not in json.dumps(found["store"])
 
 
+def test_device_claims_are_as_given() -> None:
+    claims = {
+        "resources": {"claims": [{"name": "roce", "request": "nic"}]},
+        "template": {
+            "spec": {"resourceClaims": [{"name": "roce", "resourceClaimTemplateName": "roce-template"}]}
+        },
+    }
+    spec = {"rollout": claims | GPUS["rollout"], "trainer": claims | GPUS["trainer"]}
+    template = templates(build(**spec, placement={"fabric": "ComputeDomain"}))["node"]
+    assert template["spec"]["resourceClaims"] == [
+        {"name": "compute-domain-channel", "resourceClaimTemplateName": "canary-channel"},
+        {"name": "roce", "resourceClaimTemplateName": "roce-template"},
+    ]
+    for role in ("rollout", "trainer"):
+        assert containers(template)[role]["resources"]["claims"] == [
+            {"name": "roce", "request": "nic"},
+            {"name": "compute-domain-channel"},
+        ]
+
+
 CLIQUE = {"topology": {"required": "nvidia.com/gpu.clique"}}
 DOMAINS = [
     # placement, GPUs, whether the CRD is there, whether there is a ComputeDomain
@@ -428,6 +588,23 @@ def test_topology_is_an_affinity_or_kueues_annotation() -> None:
     assert template["metadata"]["annotations"][key] == "nvidia.com/gpu.clique"
 
 
+@pytest.mark.parametrize(
+    ("spec", "grouped"),
+    [
+        ({}, False),
+        (APART, True),
+        (APART | {"rollout": {"nodes": 3}}, True),
+        (merged(APART, nodes(2)), False),  # Kueue refuses groups of two sets of several pods
+    ],
+)
+def test_kueue_fits_both_roles_into_one_domain_where_it_can(spec: dict[str, Any], grouped: bool) -> None:
+    placement = {"placement": {"queue": "lq", **CLIQUE}}
+    for template in templates(build(**merged(spec, placement))).values():
+        annotations = template["metadata"]["annotations"]
+        assert ("kueue.x-k8s.io/podset-group-name" in annotations) == grouped
+        assert annotations["kueue.x-k8s.io/podset-required-topology"] == "nvidia.com/gpu.clique"
+
+
 def test_kueue_starts_what_has_a_queue() -> None:
     document = job(placement={"queue": "lq"})
     document["metadata"] |= {
@@ -451,9 +628,19 @@ def test_kueue_starts_what_has_a_queue() -> None:
 def test_a_trainers_own_verdict_is_final_and_a_signal_is_a_restart() -> None:
     jobset = one(build(failurePolicy={"maxRestarts": 5}), "JobSet")["spec"]
     assert jobset["failurePolicy"]["maxRestarts"] == 5
-    (rule,) = jobset["failurePolicy"]["rules"]
-    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
-    (policy,) = jobset["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"]
+    drained, final = jobset["failurePolicy"]["rules"]
+    assert (final["action"], final["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+    assert drained["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+    # As the Job's controller of Kubernetes 1.36 says it.
+    said = "Pod team/canary-node-0-0-x has condition DisruptionTarget matching FailJob rule at index 0"
+    assert re.search(drained["onJobFailureMessagePatterns"][0], said)
+    said = "Container trainer for pod team/x failed with exit code 1 matching FailJob rule at index 1"
+    assert not re.search(drained["onJobFailureMessagePatterns"][0], said)
+    disrupted, policy = jobset["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"]
+    assert disrupted == {
+        "action": "FailJob",
+        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+    }
     assert policy["onExitCodes"]["values"] == [1, 2, 70]  # of tracerl.runtime.child
     assert policy["onExitCodes"]["containerName"] == "trainer"
     assert "ttlSecondsAfterFinished" not in jobset  # the job's own, or the budget would start again
@@ -466,6 +653,8 @@ def test_a_pod_monitor_tells_roles_apart() -> None:
     ports = {p["name"] for c in containers(templates(objects)["node"]).values() for p in c["ports"]}
     assert [e["port"] for e in monitor["spec"]["podMetricsEndpoints"]] == ["rollout", "store", "trainer"]
     assert {e["port"] for e in monitor["spec"]["podMetricsEndpoints"]} <= ports
+    selected = monitor["spec"]["selector"]["matchLabels"]
+    assert all(t["metadata"]["labels"].items() >= selected.items() for t in templates(objects).values())
     parsed = TraceRLJob.model_validate(job())
     without = wanted(parsed, UID, INSTALLATION, served=ALL_KINDS, token=TOKEN, restarts=0)
     assert not [o for o in without if o["kind"] == "PodMonitor"]
@@ -490,6 +679,36 @@ def test_templates_patch_their_role_wherever_it_runs() -> None:
         assert volume(template, "tmp") == {"name": "tmp", "emptyDir": {"sizeLimit": "1Gi"}}
         assert volume(template, "spare") is not None
         assert not list(broken_rules(template))
+
+
+@pytest.mark.parametrize("spec", [{}, APART])
+def test_both_roles_have_templates(spec: dict[str, Any]) -> None:
+    def patch(role: str) -> dict[str, Any]:
+        container = {"name": role, "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}}
+        return {"template": {"spec": {"nodeSelector": {role: "yes"}, "containers": [container]}}}
+
+    found = templates(build(rollout=patch("rollout"), trainer=patch("trainer"), **spec))
+    selectors = [template["spec"]["nodeSelector"] for template in found.values()]
+    assert selectors == (
+        [{"rollout": "yes"}, {"trainer": "yes"}] if spec else [{"rollout": "yes", "trainer": "yes"}]
+    )
+    for template in found.values():
+        for name, container in containers(template).items():
+            added = container["securityContext"]["capabilities"].get("add")
+            assert added == (None if name == "store" else ["IPC_LOCK"])
+
+
+@pytest.mark.parametrize("colocation", ["Pod", "Node", "None"])
+@pytest.mark.parametrize("sync", ["Auto", "Distributed", "Disk"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_weights_by_disk_have_a_disk(colocation: str, sync: str, count: int) -> None:
+    """Where the trainer writes weights into the run's directory, rollouts see it."""
+    spec = merged(nodes(count), {"placement": {"colocation": colocation}, "trainer": {"weightSync": sync}})
+    parsed = TraceRLJob.model_validate(job(**spec))
+    resolved = resolve(parsed, UID)
+    rollout = next(iter(templates(build(**spec)).values()))
+    mounted = any(resolved.layout.weights.is_relative_to(m) for m in mounts(containers(rollout)["rollout"]))
+    assert mounted == weights_by_disk(parsed.spec, resolved.endpoints)
 
 
 def test_the_cleaning_pod_touches_this_jobs_directory_alone() -> None:

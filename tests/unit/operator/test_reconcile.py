@@ -108,11 +108,11 @@ def kill_rollout_often(c: Cluster) -> None:
 
 
 def restart_often(c: Cluster) -> None:
-    c.running().set_jobset(restarts=3)
+    c.running().set_jobset(restartsCountTowardsMax=3)
 
 
 def lower_budget(c: Cluster) -> None:
-    c.running().set_jobset(restarts=3)
+    c.running().set_jobset(restartsCountTowardsMax=3)
     c.job["spec"]["failurePolicy"] = {"maxRestarts": 2}
 
 
@@ -263,6 +263,20 @@ def test_what_keeps_a_job_from_starting(
     if happens is not be_refused:  # what was refused is tried again
         assert not decision.apply
     assert c.step().events == ()
+
+
+def test_a_job_waits_until_an_earlier_one_of_its_name_is_gone() -> None:
+    c = cluster()
+    owner = {"kind": "TraceRLJob", "uid": "earlier", "controller": True}
+    ref = Ref("v1", "ServiceAccount", "canary-trainer")
+    c.observed = replace(c.observed, objects={ref: {"metadata": {"ownerReferences": [owner]}}})
+    decision = c.step()
+    assert not decision.apply
+    assert decision.look_again_at is not None
+    assert c.conditions()["Ready"] == "False Starting"
+    assert "an earlier job of this name is being removed" in c.message("Ready")
+    c.observed = replace(c.observed, objects={})
+    assert c.step().apply
 
 
 EVENTS: list[tuple[Callable[[Cluster], None], dict[str, Any], list[str]]] = [
@@ -467,14 +481,14 @@ def test_restarts_are_never_forgotten() -> None:
     """A JobSet that is deleted and made again goes on with the budget that was left."""
     c = cluster(failurePolicy={"maxRestarts": 3}).running()
     assert c.jobset["spec"]["failurePolicy"]["maxRestarts"] == 3
-    c.set_jobset(restarts=2)
+    c.set_jobset(restartsCountTowardsMax=2)
     c.settle()
     assert c.status["restarts"] == 2
     c.observed = replace(c.observed, objects={}, pods=())
     c.running()
     assert c.jobset["spec"]["failurePolicy"]["maxRestarts"] == 1
     assert c.status["restarts"] == 2
-    c.set_jobset(restarts=1)
+    c.set_jobset(restartsCountTowardsMax=1)
     kill_trainer_again(c)
     assert c.conditions()["Failed"] == "True RestartsExhausted"
 
@@ -484,7 +498,7 @@ def test_restarts_of_pods_that_are_gone_still_count() -> None:
     kill_rollout(c)
     c.settle()
     assert c.status["restarts"] == 2
-    c.set_jobset(restarts=1)
+    c.set_jobset(restartsCountTowardsMax=1)
     c.run_pods()
     c.settle()
     assert c.status["restarts"] == 2
@@ -497,7 +511,7 @@ def kill_trainer_again(c: Cluster) -> None:
 
 def test_a_raised_budget_counts_for_a_job_that_runs() -> None:
     c = cluster(failurePolicy={"maxRestarts": 1}).running()
-    c.set_jobset(restarts=1)
+    c.set_jobset(restartsCountTowardsMax=1)
     c.settle()
     c.job["spec"]["failurePolicy"]["maxRestarts"] = 2
     kill_trainer_again(c)
@@ -520,7 +534,7 @@ def test_time_is_asked_for_where_it_decides() -> None:
 def test_conditions_remember_when_they_changed() -> None:
     c = cluster().running()
     c.wait(seconds=30)
-    c.set_jobset(restarts=1)
+    c.set_jobset(restartsCountTowardsMax=1)
     c.step()
     assert {condition["lastTransitionTime"] for condition in c.status["conditions"]} == {
         "2026-11-29T12:00:00Z"
@@ -597,6 +611,8 @@ def test_rings_are_removed_from_the_nodes_before_the_finalizer(ending: str) -> N
     c.settle()
     assert cleaning(c) == ["machine-0", "machine-1"]
     assert c.job["metadata"]["finalizers"] == ["tracerl.dev/node-ring"]
+    expected = {"delete": "Interrupted", "suspend": "Suspended", "complete": "Complete"}
+    assert c.status["summary"] == expected[ending]
     cleaners = [pod for pod in c.observed.pods if pod["spec"].get("volumes")]
     cleaners[0].setdefault("status", {})["phase"] = "Succeeded"
     c.settle()
