@@ -1,0 +1,37 @@
+{{/* Name of what the release makes in its own namespace: the release's, and what it is. */}}
+{{- define "tracerl.name" -}}
+{{- $release := .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- if contains "tracerl" $release }}{{ $release }}-operator{{ else }}{{ $release }}-tracerl-operator{{ end -}}
+{{- end -}}
+
+{{- define "tracerl.account" -}}
+{{- if .Values.serviceAccount.create -}}
+{{ .Values.serviceAccount.name | default (include "tracerl.name" .) }}
+{{- else -}}
+{{ required "serviceAccount.name is needed where serviceAccount.create is false: write the name of an account that is there" .Values.serviceAccount.name }}
+{{- end -}}
+{{- end -}}
+
+{{/* What selects the operator's pods. A job's objects have another app.kubernetes.io/name: tracerl. */}}
+{{- define "tracerl.selector" -}}
+app.kubernetes.io/name: tracerl-operator
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "tracerl.labels" -}}
+{{ include "tracerl.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+app.kubernetes.io/part-of: tracerl
+helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version | replace "+" "_" }}
+{{- end -}}
+
+{{/* An image as a container names it: (list . .Values.image). */}}
+{{- define "tracerl.image" -}}
+{{- $root := index . 0 -}}
+{{- $image := index . 1 -}}
+{{- if regexMatch "@|:[^/]*$" $image.repository -}}
+{{ fail (printf "%s is more than the repository of an image: write the part after the colon as tag, and sha256:… as digest" $image.repository) }}
+{{- end -}}
+{{ $image.repository }}:{{ $image.tag | default $root.Chart.AppVersion }}{{ if $image.digest }}@{{ $image.digest }}{{ end }}
+{{- end -}}
