@@ -6,7 +6,7 @@ UV_VERSION := 0.13.9
 UV := $(shell command -v uv 2>/dev/null || echo .cache/uv/bin/uv)
 PYTHON ?= python3
 RUN := $(UV) run --frozen --no-sync
-EXTRAS := --extra jobs --extra tasks --extra s3
+EXTRAS := --extra jobs --extra tasks --extra s3 --extra operator
 export OMP_NUM_THREADS ?= 1
 # The repository's own interpreter choice is requires-python; never download one behind the user's back in CI.
 export UV_PYTHON_PREFERENCE ?= system
@@ -43,30 +43,56 @@ test-transport: install ## Kills, corruption and soak of the record store, and t
 	@$(UV) sync --frozen --quiet $(EXTRAS) --group s3
 	$(RUN) pytest -c tests/transport/pytest.ini tests/transport
 
+# A whole cluster needs root and Debian packages; TRACERL_CLUSTER=api leaves out what needs it.
+CLUSTER := $(RUN) python tests/cluster/cluster.py
+
 .PHONY: test-cluster
-test-cluster: install ## The CustomResourceDefinition on a real API server, built from Go modules (5 minutes the first time)
-	bash tests/cluster/build.sh
+test-cluster: export TRACERL_CLUSTER ?= ci
+test-cluster: install ## Operator and jobs on a real Kubernetes, built from Go modules (11 minutes the first time), what fits CI
+	@$(UV) sync --frozen --quiet $(EXTRAS) --group s3
+	@[ "$$TRACERL_CLUSTER" = api ] || $(CLUSTER) check
+	bash tests/cluster/build.sh $$([ "$$TRACERL_CLUSTER" = api ] && echo kube helm)
 	$(RUN) pytest -c tests/cluster/pytest.ini tests/cluster
 
+.PHONY: test-cluster-full
+test-cluster-full: install ## All of it, with Kueue, faults and soak; result in benchmarks/results/cluster-tests.json
+	@$(UV) sync --frozen --quiet $(EXTRAS) --group s3
+	@$(CLUSTER) check
+	bash tests/cluster/build.sh kube containerd helm jobset kueue
+	TRACERL_CLUSTER=full TRACERL_CLUSTER_RESULTS=benchmarks/results/cluster-tests.json $(RUN) pytest -c tests/cluster/pytest.ini tests/cluster
+
+.PHONY: cluster-up
+cluster-up: install ## A Kubernetes of your own with JobSet on this machine (root; 20 seconds once it is built)
+	@$(CLUSTER) check
+	bash tests/cluster/build.sh
+	@$(CLUSTER) up
+
+.PHONY: cluster-down
+cluster-down: ## End it
+	@$(CLUSTER) down
+
 .PHONY: lint
-lint: install ## ruff, mypy --strict, import-linter
+lint: install ## ruff, mypy --strict, import-linter, hadolint
 	$(RUN) ruff format --check .
 	$(RUN) ruff check .
 	$(RUN) mypy
+	$(RUN) mypy images/assemble.py
 	$(RUN) lint-imports
+	$(RUN) hadolint images/Dockerfile
 
 .PHONY: docs
 docs: install ## Write the generated reference pages
 	$(RUN) python -m tracerl.api.docs
 
 .PHONY: crds
-crds: install ## Write the CustomResourceDefinition
+crds: install ## Write the CustomResourceDefinition, and its copy in the chart
 	$(RUN) python -m tracerl.api.crd
+	cp crds/tracerljobs.yaml charts/tracerl/files/tracerljobs.yaml
 
 .PHONY: drift
 drift: docs crds ## Fail when a generated file or the lock file is stale
 	$(UV) lock --check
-	git diff --exit-code -- docs/reference crds || { echo "make: generated files are stale: run 'make docs crds' and commit them"; exit 1; }
+	git diff --exit-code -- docs/reference crds charts/tracerl/files || { echo "make: generated files are stale: run 'make docs crds' and commit them"; exit 1; }
 
 .PHONY: bench
 bench: install ## Benchmarks that fit a laptop; results in benchmarks/results/
@@ -75,6 +101,24 @@ bench: install ## Benchmarks that fit a laptop; results in benchmarks/results/
 .PHONY: bench-transport
 bench-transport: install ## The ring, the object store and the cost of records beside their peers, about 20 minutes
 	UV=$(UV) bash benchmarks/transport/run.sh
+
+# Where images go, and what they are called there; docs/how-to/images.md.
+REGISTRY ?=
+BASE ?=
+PLATFORMS ?= linux/amd64,linux/arm64
+VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+
+.PHONY: images
+images: ## Build and push the four images with docker buildx; REGISTRY=... and BASE=debian@sha256:... are needed
+	@docker buildx version >/dev/null 2>&1 || { echo "make: docker with buildx is needed to build images: see docs/how-to/images.md"; exit 1; }
+	@[ -n "$(REGISTRY)" ] || { echo "make: say where the images go: make images REGISTRY=registry.example.org/team BASE=debian@sha256:..."; exit 1; }
+	@[[ "$(BASE)" == *@sha256:* ]] || { echo "make: give the base by its digest: make images BASE=debian@sha256:... (docker buildx imagetools inspect debian:bookworm-slim shows it)"; exit 1; }
+	for target in operator rollout trainer canary; do \
+		SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) docker buildx build --file images/Dockerfile --target $$target --platform $(PLATFORMS) \
+			--build-arg BASE=$(BASE) --build-arg VERSION=$(VERSION) --build-arg REVISION=$$(git rev-parse HEAD) \
+			--output type=image,name=$(REGISTRY)/tracerl-$$target:$(VERSION),push=true,rewrite-timestamp=true \
+			--provenance=mode=max --sbom=true . || exit 1; \
+	done
 
 .PHONY: clean
 clean: ## Remove environments and caches, keep runs/

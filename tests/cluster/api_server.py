@@ -13,7 +13,9 @@ import urllib.request
 from pathlib import Path
 from typing import Any, Self
 
-KUBE = Path(__file__).parents[2] / ".cache/cluster/bin/kube"
+from cluster import here
+
+KUBE = here().kube
 _START_SECONDS = 60.0
 _JOBS = "/apis/tracerl.dev/v1alpha1/namespaces/default/tracerljobs"
 
@@ -37,6 +39,8 @@ class ApiServer:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self.kubeconfig = directory / "kubeconfig"
+        """How other programs find the server, as its administrator."""
         self._token = secrets.token_hex(16)
         self._client, self._peer, self._port = _free_ports(3)
         # The certificate is made by the server at its start, for this machine alone.
@@ -58,7 +62,7 @@ class ApiServer:
             f"--initial-cluster=default={peer}",
             "--unsafe-no-fsync",
         )
-        self._start(
+        self._server = (
             "kube-apiserver",
             f"--etcd-servers={client}",
             "--bind-address=127.0.0.1",
@@ -69,16 +73,41 @@ class ApiServer:
             "--service-account-issuer=https://kubernetes.default.svc",
             f"--token-auth-file={self._directory}/tokens.csv",
             "--authorization-mode=RBAC",
+            # As on OpenShift: who sets owners needs the rights to delete the thing and to keep the owner.
+            "--enable-admission-plugins=OwnerReferencesPermissionEnforcement",
             "--service-cluster-ip-range=10.96.0.0/16",
         )
-        self._wait(lambda: self.request("GET", "/readyz", raw=True) == "ok", "the API server")
-        self._wait(lambda: bool(self.request("GET", "/api/v1/namespaces/default")), "its namespace default")
+        self.start()
+        cluster = {"server": f"https://127.0.0.1:{self._port}", "insecure-skip-tls-verify": True}
+        content = {
+            "clusters": [{"name": "rig", "cluster": cluster}],
+            "users": [{"name": "admin", "user": {"token": self._token}}],
+            "contexts": [{"name": "rig", "context": {"cluster": "rig", "user": "admin"}}],
+            "current-context": "rig",
+        }
+        self.kubeconfig.write_text(json.dumps(content))
+        self.wait()
         return self
 
     def __exit__(self, *_: object) -> None:
         for process in reversed(self._processes):
             process.terminate()
             process.wait()
+
+    def stop(self) -> None:
+        """End the API server; etcd, and with it all objects, stay."""
+        server = self._processes.pop()
+        server.terminate()
+        server.wait()
+
+    def start(self) -> None:
+        """Start the API server, which takes some seconds."""
+        self._start(*self._server)
+
+    def wait(self) -> None:
+        """Wait until the API server has started."""
+        self._wait(lambda: self.request("GET", "/readyz", raw=True) == "ok", "the API server")
+        self._wait(lambda: bool(self.request("GET", "/api/v1/namespaces/default")), "its namespace default")
 
     def _start(self, name: str, *arguments: str) -> None:
         with (self._directory / f"{name}.log").open("wb") as log:
@@ -116,18 +145,25 @@ class ApiServer:
             raise RefusedError(json.loads(text)["message"] if text.startswith("{") else text) from None
         return text if raw else json.loads(text)
 
+    def open(self, path: str) -> Any:
+        """Begin to read what has no end, such as a watch."""
+        url, headers = f"https://127.0.0.1:{self._port}{path}", {"Authorization": f"Bearer {self._token}"}
+        return urllib.request.urlopen(urllib.request.Request(url, headers=headers), context=self._tls)
+
     def define(self, definition: dict[str, Any]) -> None:
         """Create a CustomResourceDefinition and wait until its objects can be made."""
         path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
         self.request("POST", path, definition)
-        name = definition["metadata"]["name"]
+        name, spec = definition["metadata"]["name"], definition["spec"]
+        stored = next(version["name"] for version in spec["versions"] if version["storage"])
+        objects = f"/apis/{spec['group']}/{stored}/{spec['names']['plural']}"
 
         def established() -> bool:
             conditions = self.request("GET", f"{path}/{name}").get("status", {}).get("conditions") or []
             return {"Established": "True"}.items() <= {c["type"]: c["status"] for c in conditions}.items()
 
         self._wait(established, f"the resource {name}")
-        self._wait(lambda: self.request("GET", _JOBS)["items"] == [], f"the list of {name}")
+        self._wait(lambda: self.request("GET", objects)["items"] == [], f"the list of {name}")
 
     def create(self, job: dict[str, Any], *, dry_run: bool) -> dict[str, Any]:
         """Create a job, refusing fields that are not known, as kubectl does."""
@@ -142,21 +178,20 @@ class ApiServer:
             kind="merge-patch+json",
         )
 
-    def kubectl(self, *arguments: str) -> str:
-        """Run kubectl; RuntimeError with what it wrote when it fails."""
+    def kubectl(self, *arguments: str, given: str | None = None) -> str:
+        """Run kubectl with `given` as its standard input; RuntimeError with what it wrote when it fails."""
         result = subprocess.run(
             [
                 KUBE,
                 "kubectl",
-                f"--server=https://127.0.0.1:{self._port}",
-                "--insecure-skip-tls-verify",
-                f"--token={self._token}",
+                f"--kubeconfig={self.kubeconfig}",
                 f"--cache-dir={self._directory}/kubectl",
                 *arguments,
             ],
             capture_output=True,
             text=True,
             check=False,
+            input=given,
             env={"HOME": str(self._directory)},
         )
         if result.returncode:

@@ -177,8 +177,8 @@ CHANGES: list[tuple[str, Any, Mutability]] = [
     ("spec.suspend", True, Mutability.ALWAYS),
     ("spec.activeDeadlineSeconds", 60, Mutability.ALWAYS),
     ("spec.failurePolicy.maxRestarts", 7, Mutability.ALWAYS),
-    ("spec.trainer.checkpoint.every", 5, Mutability.ALWAYS),
-    ("spec.expect.maxGap", "0.1", Mutability.ALWAYS),
+    ("spec.trainer.checkpoint.every", 5, Mutability.WHILE_SUSPENDED),
+    ("spec.expect.maxGap", "0.1", Mutability.WHILE_SUSPENDED),
 ]
 
 

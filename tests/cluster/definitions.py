@@ -1,0 +1,36 @@
+"""Definitions of other projects' resources, out of their own Go modules."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+_TOOLS = Path(__file__).parent / "tools"
+_JOBSET = ("jobset", "sigs.k8s.io/jobset", "config/components/crd/bases/jobset.x-k8s.io_jobsets.yaml")
+_PROMETHEUS = ("monitoring", "github.com/prometheus-operator/prometheus-operator")
+_FILES = {
+    "JobSet": _JOBSET,
+    "PodMonitor": (*_PROMETHEUS, "example/prometheus-operator-crd/monitoring.coreos.com_podmonitors.yaml"),
+    "ServiceMonitor": (
+        *_PROMETHEUS,
+        "example/prometheus-operator-crd/monitoring.coreos.com_servicemonitors.yaml",
+    ),
+}
+
+
+def definition(kind: str) -> dict[str, Any]:
+    """Give the CustomResourceDefinition of a kind; skips the test where there is no Go to get it with."""
+    if shutil.which("go") is None:
+        pytest.skip(f"Go is not installed, and the definition of {kind} comes from a Go module")
+    tool, module, path = _FILES[kind]
+    command = ["go", "mod", "download", "-json", module]
+    found = subprocess.run(command, cwd=_TOOLS / tool, check=True, capture_output=True, text=True)
+    text = Path(json.loads(found.stdout)["Dir"], path).read_text()
+    document: dict[str, Any] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return document
