@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pydantic import ValidationError
@@ -19,12 +20,18 @@ from tracerl_operator.pods import config_map, records_under_run, secret
 from tracerl_operator.resolve import output_claim, run_is_mounted
 from tracerl_operator.types import Document, Observed, Ref
 
+_MOST_LEVELS, _MOST_BYTES = 64, 256 * 2**10
+"""What a spec may be: what is made of it, and all that reads it, is then bounded too."""
+
 
 def parse(job: Document) -> tuple[TraceRLJob | None, list[Fault]]:
     """Read a job as the API server has it, and find every fault that the operator can know.
 
     A model that is a file is one of the pods' file system, which the operator never looks into.
     """
+    excess = _excess(job.get("spec"))
+    if excess is not None:
+        return None, [excess]
     try:
         parsed = TraceRLJob.model_validate({key: value for key, value in job.items() if key != "status"})
     except ValidationError as error:
@@ -33,6 +40,31 @@ def parse(job: Document) -> tuple[TraceRLJob | None, list[Fault]]:
     facts = Facts(parsed.spec, shape=model_shape(uri) if uri.startswith("builtin://") else None)
     faults = [fault for rule in (*RULES, *SUPPORT_RULES) for fault in rule.check(facts)]
     return parsed, [*faults, *_cluster_faults(parsed.spec)]
+
+
+def _excess(spec: object) -> Fault | None:
+    """Say what of a spec is nested too deeply or too large, without recursion."""
+    here: list[tuple[tuple[str | int, ...], object]] = [(("spec",), spec)]
+    for _ in range(_MOST_LEVELS):
+        here = [
+            (where if len(where) == 3 else (*where, key), value)
+            for where, parent in here
+            for key, value in _children(parent)
+        ]
+    if here:
+        problem = f"is nested deeper than {_MOST_LEVELS} levels"
+        return Fault(dotted(here[0][0]), problem, "write it flatter, or put it into a file of the image")
+    size = len(json.dumps(spec, separators=(",", ":"), ensure_ascii=False).encode(errors="replace"))
+    if size > _MOST_BYTES:
+        problem = f"is {size} bytes of JSON, and a job may have {_MOST_BYTES}"
+        return Fault("spec", problem, "put what is large into a config map or a file of the image")
+    return None
+
+
+def _children(parent: object) -> Iterable[tuple[str | int, object]]:
+    if isinstance(parent, dict):
+        return parent.items()
+    return enumerate(parent) if isinstance(parent, list) else ()
 
 
 def _fault(error: dict[str, Any]) -> Fault:

@@ -82,20 +82,25 @@ def _merge(base: Any, patch: Any, path: str) -> Any:
 
 def _merge_list(base: Any, patch: list[Any], key: str, path: str) -> list[Any]:
     merged: list[Any] = list(base) if isinstance(base, list) else []
+    # Not searched for each item: a list may have thousands. Of two with one key, the first is meant.
+    places: dict[Any, int] = {}
+    for index, other in enumerate(merged):
+        places.setdefault(other.get(key), index)
     whole = path.endswith(".volumes")
     for position, item in enumerate(patch):
         here = f"{path}[{position}]"
         if not isinstance(item, dict) or key not in item:
             raise PatchError(f"{here} has no {key}; write which {path.rpartition('.')[2]} it changes or adds")
-        found = next((i for i, other in enumerate(merged) if other.get(key) == item[key]), None)
+        if not isinstance(item[key], str | int):
+            raise PatchError(f"{here}.{key} is neither text nor a number; write one")
+        found = places.get(item[key])
         before = merged[found] if found is not None else None
         if whole and before is not None and before.keys() != item.keys() and _DIRECTIVE not in item:
             before = None  # a volume has one source: another one takes its place
         result = _merge(before, item, here)
-        if found is None and result is not None:
-            merged.append(result)
-        elif found is not None and result is None:
-            del merged[found]
-        elif found is not None:
+        if found is not None:
             merged[found] = result
-    return merged
+        elif result is not None:
+            places[item[key]] = len(merged)
+            merged.append(result)
+    return [item for item in merged if item is not None]

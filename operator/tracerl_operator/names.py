@@ -18,6 +18,7 @@ ANNOTATION_RESTARTS_BEFORE = f"{GROUP}/restarts-before"
 LABEL_CLEANS = f"{GROUP}/cleans-ring"
 """Label of cleaning pods; nothing else has it."""
 
+LABEL_MANAGED_BY, OPERATOR = "app.kubernetes.io/managed-by", "tracerl-operator"
 LABEL_INDEX = "batch.kubernetes.io/job-completion-index"
 LABEL_JOBSET = "jobset.sigs.k8s.io/jobset-name"
 LABEL_JOBSET_UID = "jobset.sigs.k8s.io/jobset-uid"
@@ -73,7 +74,7 @@ def job_labels(name: str, uid: str) -> dict[str, str]:
     return {
         "app.kubernetes.io/name": "tracerl",
         "app.kubernetes.io/instance": name,
-        "app.kubernetes.io/managed-by": "tracerl-operator",
+        LABEL_MANAGED_BY: OPERATOR,
         LABEL_JOB_NAME: name,
         LABEL_JOB_UID: uid,
     }

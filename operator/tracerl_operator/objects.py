@@ -316,13 +316,15 @@ _REMOVE_DIRECTORY = (
 )
 
 
-def cleaning_pod(name: str, namespace: str, uid: str, node: str, image: str) -> Document:
+def cleaning_pod(name: str, namespace: str, uid: str, node: str, image: str, *, attempt: int = 0) -> Document:
     """Build the short pod that removes a job's ring from a node, with any pods of the job gone from there.
 
+    The image is the installation's: a part of this pod is root on the node, which no job's own image is.
     What the job's user wrote is removed by that user, the directory that the kubelet made by root, without
     any capability: it owns the directory.
     """
     digest = hashlib.sha256(node.encode()).hexdigest()[:10]
+    again = f"-{attempt}" if attempt else ""
     labels = {**names.job_labels(name, uid), names.LABEL_CLEANS: "true"}
     mount = {"name": "shm", "mountPath": "/ring", "subPathExpr": "$(TRACERL_JOB_UID)"}
     whole = {"name": "shm", "mountPath": "/shm"}
@@ -330,7 +332,7 @@ def cleaning_pod(name: str, namespace: str, uid: str, node: str, image: str) -> 
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {
-            "name": f"{name[:40].rstrip('-')}-clean-{digest}",
+            "name": f"{name[:40].rstrip('-')}-clean-{digest}{again}",
             "namespace": namespace,
             "labels": labels,
             "ownerReferences": [names.owner(name, uid)],

@@ -133,6 +133,7 @@ def pod_template(
         labels[LABEL_ROLE] = replicated_job
     metadata = template["metadata"]
     metadata["labels"] = {**(metadata.get("labels") or {}), **labels}
+    metadata["labels"].pop(names.LABEL_CLEANS, None)
     metadata["annotations"] = {**(metadata.get("annotations") or {}), ANNOTATION_RESOLVED_HASH: digest}
     return template
 
@@ -149,11 +150,15 @@ def _patched(template: Document, patch: dict[str, Any], path: str) -> Document:
     if inner is not None and not isinstance(inner, dict):
         raise PatchError(f"{path}.spec is not a mapping; write the fields of a pod below it")
     if isinstance(inner, dict) and isinstance(inner.get("containers"), list):
-        sidecars = {container["name"] for container in template["spec"].get("initContainers", ())}
-        moved = [c for c in inner["containers"] if isinstance(c, dict) and c.get("name") in sidecars]
+        # A list: a patch may give a name that cannot be in a set.
+        sidecars = [container["name"] for container in template["spec"].get("initContainers", ())]
+        moved: list[Any] = []
+        kept: list[Any] = []
+        for container in inner["containers"]:
+            is_sidecar = isinstance(container, dict) and container.get("name") in sidecars
+            (moved if is_sidecar else kept).append(container)
         if moved:
             first = inner.get("initContainers")
-            kept = [c for c in inner["containers"] if c not in moved]
             init = [*(first if isinstance(first, list) else ()), *moved]
             patch["spec"] = {**inner, "containers": kept, "initContainers": init}
     merged = strategic_merge(template, patch, path)

@@ -11,6 +11,7 @@ operator starts nothing again.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
@@ -29,7 +30,9 @@ from tracerl_operator.cluster import (
     index_of,
     is_leaving,
     is_true,
+    name_of,
     number,
+    owned_by,
     restarts_of,
 )
 from tracerl_operator.merge import PatchError
@@ -58,13 +61,17 @@ from tracerl_operator.stuck import (
 )
 from tracerl_operator.stuck import inquiries as inquiries_about
 from tracerl_operator.times import later, parse_time, show_time
-from tracerl_operator.types import Apply, Decision, Delete, Document, Inquiry, Observed, Ref
+from tracerl_operator.types import Apply, Decision, Delete, Document, Event, Inquiry, Observed, Ref
 
 _SERVERS = (names.ROLLOUT, names.STORE)
 # What these hold cannot change, or is random.
 _MADE_ONCE = frozenset({JOBSET[1], "Secret", "ComputeDomain"})
 _RETRY = timedelta(minutes=1)
 """After this, what kept a job from starting is looked at again: not all of it is watched."""
+_CLEANERS, _CLEANING_ATTEMPTS = 16, 3
+"""Cleaning pods of a job that work at once, and those that are made for a node one after the other."""
+_TERMINATED = "because it is being terminated"
+"""What the API server answers to whatever is made in a namespace that is being deleted."""
 _NO_OUTPUT = "spec.output.uri is not set, so a job that is suspended or restarted starts over"
 
 
@@ -100,6 +107,7 @@ class _Reconciliation:
     apply: list[Document] = field(default_factory=list)
     delete: list[Delete] = field(default_factory=list)
     again: list[datetime] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         metadata = self.job["metadata"]
@@ -110,15 +118,18 @@ class _Reconciliation:
         self.parsed, self.faults = parse(self.job)
         self.found = find_jobset(self.observed, self.uid)
         self.jobset: Document = self.found[1] if self.found else {}
-        cleaning = names.LABEL_CLEANS
-        self.cleaners = [p for p in self.observed.pods if at(p, "metadata", "labels", cleaning)]
-        self.pods = [p for p in self.observed.pods if not at(p, "metadata", "labels", cleaning)]
+        # Anybody may put a label on a pod; only what this job made cleans for it, or says how it does.
+        self.cleaners: list[Document] = []
+        self.pods: list[Document] = []
+        for pod in self.observed.pods:
+            cleans = at(pod, "metadata", "labels", names.LABEL_CLEANS) and owned_by(pod, self.uid)
+            (self.cleaners if cleans else self.pods).append(pod)
         uid = at(self.jobset, "metadata", "uid")
         self.current = [
-            p for p in self.pods if at(p, "metadata", "labels", names.LABEL_JOBSET_UID) in (uid, None)
+            p
+            for p in self.pods
+            if uid is not None and at(p, "metadata", "labels", names.LABEL_JOBSET_UID) == uid
         ]
-        if not self.found:
-            self.current = []
 
     def inquiries(self) -> tuple[Inquiry, ...]:
         """What to list now."""
@@ -138,11 +149,10 @@ class _Reconciliation:
         """Go through what can be true of the job, from the end of its life to its beginning."""
         if at(self.job, "metadata", "deletionTimestamp") is not None:
             self._remove_jobset()
-            self._clean_rings()
-            if self.before.terminal is not None or not self._marked():
+            waits = self._clean_rings()
+            if self.before.terminal is not None or not waits:
                 return self._decision(None)
-            message = "the job is being deleted; its rings are removed from the nodes first"
-            return self._show(Finding(Reason.INTERRUPTED, message))
+            return self._show(Finding(Reason.INTERRUPTED, clean_text(f"the job is being deleted; {waits}")))
         if self.before.terminal is not None:
             return self._ended(self.before)
         if at(self.job, "spec", "suspend") is True:
@@ -217,11 +227,12 @@ class _Reconciliation:
         counted = self._restarts_by_role()
         worst = max(counted, key=lambda role: counted[role])
         if counted[worst] > budget:
-            last = next((f" (last: {_sentence(one)})" for one in self._ends() if one.container == worst), "")
             message = (
                 f"the {worst} was restarted {counted[worst]} times, and failurePolicy.maxRestarts is {budget}"
             )
-            return self._fail(Reason.RESTARTS_EXHAUSTED, clean_text(message + last))
+            last = self._last_end(worst)
+            why = f" (last: {last})" if last else ""
+            return self._fail(Reason.RESTARTS_EXHAUSTED, clean_text(message + why))
         held = at(self.jobset, "spec", "suspend") is True
         start = None if held else self.before.start_time or show_time(self.now)
         began, limit = parse_time(start), job.spec.active_deadline_seconds
@@ -255,6 +266,9 @@ class _Reconciliation:
 
     def _readiness(self, job: TraceRLJob) -> Finding:
         done, total = self._ready_nodes()
+        if done != total and self._trainer_is_done():
+            message = "the trainer has ended; its JobSet is being completed"
+            return Finding(Reason.RUNNING, message, ready=True)
         lost = lost_object(job, self.observed)
         if lost is not None:
             return Finding(Reason.CONFIGURATION, lost)
@@ -281,6 +295,27 @@ class _Reconciliation:
         servers = exits(filter(_works, self.current), _SERVERS)
         return [*exits(self.current, (names.TRAINER,)), *servers]
 
+    def _last_end(self, role: str) -> str:
+        """Say how a container of a role ended last, which is more than once; empty where nobody knows."""
+        found = exits(filter(_works, self.current), (role,)) or exits(self.current, (role,))
+        if found:
+            return _sentence(found[0])
+        for pod in self.current:
+            for status in containers(pod):
+                if at(status, "name") == role and at(status, "lastState", "terminated", "exitCode") == 0:
+                    return clean_text(f"{role} of {name_of(pod)}: ended with exit code 0")
+        return ""
+
+    def _trainer_is_done(self) -> bool:
+        """Whether trainer 0 ended well, and no other trainer badly."""
+        done = any(
+            at(status, "name") == names.TRAINER and at(status, "state", "terminated", "exitCode") == 0
+            for pod in self.current
+            if index_of(pod) == "0" and not is_leaving(pod)
+            for status in containers(pod)
+        )
+        return done and not exits(self.current, (names.TRAINER,))
+
     def _after_failure(self, job: TraceRLJob) -> Decision:
         """End the job, or make its JobSet again: its budget was that of when it was made."""
         ended = exits(self.current, (names.TRAINER,))
@@ -302,9 +337,13 @@ class _Reconciliation:
     def _suspended(self) -> Decision:
         self._remove_jobset()
         released = self.found is None and all(has_ended(pod) for pod in self.pods)
-        self._clean_rings()
-        message = "spec.suspend is true" + ("" if released else "; pods are being removed")
-        return self._show(Finding(Reason.SUSPENDED_BY_SPEC, message, suspended=released))
+        waits = self._clean_rings()
+        message = "spec.suspend is true"
+        if not released:
+            message += "; pods are being removed"
+        elif waits:
+            message += f"; {waits}"
+        return self._show(Finding(Reason.SUSPENDED_BY_SPEC, clean_text(message), suspended=released))
 
     def _removing(self) -> Decision:
         due = due_to_leave(self.pods, self.now)
@@ -381,9 +420,10 @@ class _Reconciliation:
             apply=tuple(Apply(document) for document in self.apply),
             delete=tuple(self.delete),
             status=show(status) if status is not None and changed else None,
-            events=tuple(transitions(self.before, status, self._cause()))
-            if status is not None and changed
-            else (),
+            events=(
+                *(transitions(self.before, status, self._cause()) if status is not None and changed else ()),
+                *self.events,
+            ),
             look_again_at=min(self.again, default=None),
         )
 
@@ -439,12 +479,17 @@ class _Reconciliation:
 
     # -- rings on nodes -----------------------------------------------------------------------------------
 
-    def _nodes(self) -> list[str]:
-        """Nodes that may hold a ring: those that were written down, and those of pods that are there."""
+    def _nodes(self, job: TraceRLJob) -> list[str]:
+        """Nodes that may hold a ring: those of pods that are there, and those that were written down.
+
+        What is written down anybody may change who may change the job: it costs no more pods than a job of
+        this size could have needed.
+        """
         noted = at(self.job, "metadata", "annotations", names.ANNOTATION_RING_NODES)
-        known = {node for node in noted.split(",") if node} if isinstance(noted, str) else set()
-        seen = {node for pod in self.pods if isinstance(node := at(pod, "spec", "nodeName"), str) and node}
-        return sorted(known | seen)
+        known = set(noted.split(",")) if isinstance(noted, str) else set()
+        seen = {node for pod in self.pods if isinstance(node := at(pod, "spec", "nodeName"), str)}
+        most = job.spec.trainer.nodes + job.spec.rollout.nodes + 16 * self.before.restarts
+        return sorted([node for node in (*sorted(seen), *sorted(known - seen)) if _names_node(node)][:most])
 
     def _marked(self) -> bool:
         finalizers = at(self.job, "metadata", "finalizers")
@@ -454,47 +499,101 @@ class _Reconciliation:
         """Write down which nodes have to be cleaned, before or while there is something to clean."""
         if not node_rings(job):
             return
-        nodes = self._nodes()
+        nodes = self._nodes(job)
         noted = at(self.job, "metadata", "annotations", names.ANNOTATION_RING_NODES)
         if not self._marked() or noted != ",".join(nodes):
             self.apply.append(job_marks(self.name, self.namespace, self.uid, nodes))
 
-    def _clean_rings(self) -> None:
-        """Remove the rings of a job that has stopped, and then the finalizer that waits for this."""
+    def _clean_rings(self) -> str:
+        """Remove the rings of a job that has stopped, and then the finalizer that waits for this.
+
+        Says what the finalizer waits for; empty where it waits for nothing.
+        """
         if not self._marked():
             self._drop_cleaners()
-            return
+            return ""
+        job = self.parsed
+        # Anybody may write the finalizer and nodes into a job that never had a ring there.
+        if job is None or not node_rings(job):
+            return self._unmark([])
+        waits = "its rings are removed from the nodes first"
         if (self.found is not None and self.delete) or any(not has_ended(pod) for pod in self.pods):
-            return
-        images = self.observed.installation
-        image = (self.parsed.spec.rollout.image if self.parsed else None) or images.rollout_image
-        there = {at(pod, "metadata", "name"): pod for pod in self.cleaners}
-        waiting = False
-        for node in self._nodes():
-            pod = cleaning_pod(self.name, self.namespace, self.uid, node, image)
-            found = there.get(pod["metadata"]["name"])
-            if found is None:
-                self.apply.append(pod)
-            waiting = waiting or found is None or self._cleans(found)
-        if not waiting:
-            self.apply.append(job_marks(self.name, self.namespace, self.uid, None))
+            return waits
+        nodes = self._nodes(job)
+        if nodes and not self.observed.installation.node_ring:
+            return (
+                f"the finalizer {names.FINALIZER} waits until the chart is installed with "
+                "nodeRing.enabled=true, so that its rings can be removed from the nodes"
+            )
+        lacking: list[Document] = []
+        working, left, unclean = [], [], []
+        for node in nodes:
+            more, works, gone = self._cleaning(node)
+            lacking += more
+            working += [node] * works
+            left += [node] * gone
+            unclean += [node] * (bool(more) or works or gone)
+        refused = [clean_text(one) for one in self.observed.refusals if one.startswith("Pod/")]
+        if any(_TERMINATED in one for one in refused):
+            return self._unmark(unclean)
+        if not lacking and not working:
+            return self._unmark(left)
+        self.apply += lacking[: max(0, _CLEANERS - len(working))]
+        if refused:
+            self.again.append(self.now + _RETRY)
+            waits += f"; the API server refused {refused[0]}; it is asked again every minute"
+        return waits
 
-    def _cleans(self, pod: Document) -> bool:
-        """Whether a cleaning pod may yet clean; nobody waits for a node that does not answer."""
-        made = parse_time(at(pod, "metadata", "creationTimestamp"))
-        if has_ended(pod) or made is None:
-            return not has_ended(pod)
-        until = made + timedelta(seconds=2 * CLEANING_SECONDS)
-        if until <= self.now:
-            return False
-        self.again.append(until)
-        return True
+    def _cleaning(self, node: str) -> tuple[list[Document], bool, bool]:
+        """Give the next cleaning pod of a node, if it is due, whether one is at work, and whether all failed.
+
+        Nobody waits for a node that does not answer.
+        """
+        image = self.observed.installation.rollout_image
+        there = {name_of(pod): pod for pod in self.cleaners}
+        made = [
+            cleaning_pod(self.name, self.namespace, self.uid, node, image, attempt=attempt)
+            for attempt in range(_CLEANING_ATTEMPTS)
+        ]
+        found = [there[name_of(pod)] for pod in made if name_of(pod) in there]
+        lacking = [pod for pod in made if name_of(pod) not in there]
+        if any(at(pod, "status", "phase") == "Succeeded" for pod in found):
+            return [], False, False
+        if not found:
+            return lacking[:1], False, False
+        ended = has_ended(found[-1])
+        began = parse_time(at(found[-1], "metadata", "creationTimestamp"))
+        pause = _RETRY if ended else timedelta(seconds=2 * CLEANING_SECONDS)
+        until = None if began is None else later(began, pause)
+        if ended and not lacking:
+            return [], False, True
+        if until is not None and until > self.now:
+            self.again.append(until)
+            return [], True, False
+        if ended:
+            return lacking[:1], False, False
+        return [], until is None, until is not None
+
+    def _unmark(self, left: list[str]) -> str:
+        """Take the finalizer away, and say which nodes keep a directory of the job; waits for nothing."""
+        self.apply.append(job_marks(self.name, self.namespace, self.uid, None))
+        if left:
+            which = ", ".join(left)
+            message = f"/dev/shm/{self.uid} was not removed, remove it yourself: on the nodes {which}"  # noqa: S108
+            self.events.append(Event("Warning", Reason.CONFIGURATION.value, clean_text(message)))
+        return ""
 
     def _drop_cleaners(self) -> None:
         for pod in self.cleaners:
             if at(pod, "metadata", "deletionTimestamp") is None:
                 ref = Ref("v1", "Pod", str(at(pod, "metadata", "name")))
                 self.delete.append(Delete(ref, str(at(pod, "metadata", "uid"))))
+
+
+def _names_node(text: str) -> bool:
+    """Whether a text is an RFC 1123 subdomain, as names of nodes are."""
+    label = re.compile("[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+    return len(text) <= 253 and all(label.fullmatch(part) for part in text.split("."))
 
 
 def _works(pod: Document) -> bool:

@@ -114,6 +114,27 @@ def _summary(finding: Finding) -> str:
     return finding.reason.value
 
 
+def troubled(job: Document, message: str, now: datetime) -> Document | None:
+    """Give the status of a job about which nothing could be decided; None where it says so, or has ended."""
+    before = read_status(job)
+    if before.terminal is not None:
+        return None
+    generation = job["metadata"].get("generation")
+    suspended = any(c.type == ConditionType.SUSPENDED and c.status == "True" for c in before.conditions)
+    status = new_status(
+        before,
+        Finding(Reason.UNEXPECTED, message, suspended=suspended),
+        now,
+        generation=generation if isinstance(generation, int) else None,
+        ready=before.ready or "0/0",
+        restarts=before.restarts,
+        progress=before.progress,
+        start_time=before.start_time,
+        output=before.output,
+    )
+    return show(status) if status != before else None
+
+
 _BLOCKED = (Reason.CONFIGURATION.value, Reason.UNSCHEDULABLE.value)
 
 

@@ -44,6 +44,8 @@ _IMAGE = frozenset(
     | {"RegistryUnavailable", "SignatureValidationFailed"}
 )
 _CONFIGURATION = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
+_NOT_STARTED = frozenset({"StartError", "ContainerCannotRun", "RunContainerError"})
+"""Reasons of the end of a container whose program did not start."""
 _REFUSED = frozenset({"FailedCreate", "JobCreationFailed", "HeadlessServiceCreationFailed"})
 """Reasons of events on a Job and on a JobSet."""
 _CREATING = frozenset({"ContainerCreating", "PodInitializing"})
@@ -111,8 +113,9 @@ def obstacle(
     jobset: Document, pods: Iterable[Document], answers: Iterable[Document], now: datetime
 ) -> Finding | None:
     """Find what somebody has to do before all pods run; None where they only need time."""
-    waiting = sorted((p for p in pods if not has_ended(p) and not is_leaving(p)), key=name_of)
-    for pod in waiting:
+    present = sorted((p for p in pods if not is_leaving(p)), key=name_of)
+    waiting = [pod for pod in present if not has_ended(pod)]
+    for pod in present:
         for status in containers(pod):
             found = _refused_container(pod, status)
             if found:
@@ -142,6 +145,10 @@ def _refused_container(pod: Document, status: Document) -> str:
     """Say what is wrong with a container that cannot be made; empty where nothing is."""
     waiting, name = at(status, "state", "waiting"), str(at(status, "name"))
     reason = str(at(waiting, "reason"))
+    # The end says the same all the time, while the container waits for one thing after the other.
+    ended = at(status, "state", "terminated") or at(status, "lastState", "terminated")
+    if at(status, "state", "running") is None and str(at(ended, "reason")) in _NOT_STARTED:
+        waiting, reason = ended, "RunContainerError"
     said = f"{name} of {name_of(pod)} does not start: {at(waiting, 'message') or reason}"
     role = names.ROLLOUT if name == names.STORE else name
     if reason in _IMAGE:

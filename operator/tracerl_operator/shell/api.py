@@ -21,10 +21,12 @@ from tracerl_operator.shell.kinds import BY_NAME, SECRET, Kind, version
 from tracerl_operator.types import Document, Inquiry, Propagation
 
 REQUEST_SECONDS = 30
-CHUNK = 250
-"""Objects of a list that are read at once."""
+CHUNK = 25
+"""Objects of a list that are read at once; each may have more than a megabyte."""
 _METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 _RETRIED = frozenset({401, 408, 409, 429})
+_REFUSALS = ("failed to create typed patch object", "failed calling webhook")
+"""Of answers 500: a field that the schema lacks, and a webhook that does not answer. Somebody has to act."""
 
 Count = Callable[[str, str, int], None]
 """Takes verb, kind and code of a request; code 0 where no answer came."""
@@ -40,6 +42,8 @@ class ApiError(Exception):
     @property
     def passes(self) -> bool:
         """Whether it may go well the next time although nobody changed anything."""
+        if self.code == 500 and any(text in str(self) for text in _REFUSALS):
+            return False
         return self.code == 0 or self.code >= 500 or self.code in _RETRIED
 
 
@@ -221,7 +225,14 @@ class Api:
         except ApiException as error:
             code = error.status or 0
             raise ApiError(code, _message(error)) from None
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, ConfigException) as error:
+        except (
+            aiohttp.ClientError,
+            TimeoutError,
+            OSError,
+            ValueError,
+            RecursionError,
+            ConfigException,
+        ) as error:
             why = str(error) or "not in time"  # a timeout says nothing of itself
             host = self._configuration.host
             raise ApiError(0, f"no answer from {host} to {verb} {kind.name}: {why}") from None

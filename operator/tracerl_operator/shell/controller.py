@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
+from tracerl_operator import names
 from tracerl_operator.check import is_foreign
 from tracerl_operator.cluster import at, owned_by
 from tracerl_operator.pods import config_map, secret
@@ -17,6 +18,7 @@ from tracerl_operator.shell.api import Api, ApiError
 from tracerl_operator.shell.events import Events
 from tracerl_operator.shell.kinds import BY_NAME, CONFIG_MAP, JOB, POD, SECRET, JobKey, Kind, version
 from tracerl_operator.shell.store import Store
+from tracerl_operator.status import troubled
 from tracerl_operator.types import Apply, Decision, Document, Installation, Observed, Ref
 
 _REMEMBERED_SECONDS, _NAMESPACE_SECONDS = 300.0, 60.0
@@ -88,19 +90,28 @@ class Controller:
             observed = await self._after_refusal(key, observed, refused)
             decision = reconcile(job, observed, datetime.now(UTC))
             _LOG.warning("the API server refused %s", refused, extra=_where(key, "Refused"))
+            if all(one.ref != refused.ref for one in decision.apply):
+                refused = await self._apply(key, decision)  # what is done instead
         for one in decision.delete:
             kind = BY_NAME[one.ref.api_version, one.ref.kind]
             answer = await self._api.delete(kind, key.namespace, one.ref.name, one.uid, one.propagation)
             if answer is not None and answer.get("kind") == kind.name:
                 self._store.put(kind, answer)
-        if decision.status is not None:
-            await self._write_status(key, job, decision)
+        written = job if decision.status is None else await self._write_status(key, job, decision)
+        await self._tell(key, written, decision)
         acted = decision.apply or decision.delete or decision.status is not None
         again = decision.look_again_at
         seconds = None if again is None else (again - datetime.now(UTC)).total_seconds()
         if refused and seconds is None:
             raise ApiError(422, f"the API server refused {refused}")
         return Done("refused" if refused else "changed" if acted else "unchanged", seconds)
+
+    async def show_trouble(self, key: JobKey, message: str) -> None:
+        """Have the job's status say that the operator failed at it; ApiError or StaleError when it cannot."""
+        job = self._store.job(key)
+        status = None if job is None or is_foreign(job) else troubled(job, message, datetime.now(UTC))
+        if job is not None and status is not None:
+            await self._write_status(key, job, Decision(status=status))
 
     async def _decide(self, key: JobKey, job: Document) -> tuple[Document, Observed, Decision]:
         """Decide on what is cached, and again on what is there before anything is made or deleted."""
@@ -206,22 +217,34 @@ class Controller:
                 if error.passes:
                     raise
                 return _Refusal(one.ref, str(error))
+            if kind is JOB:
+                answer = await self._without_finalizer(one.document, answer)
             if kind is SECRET:
                 self._secrets[key] = _Memo(answer)
             else:
                 self._store.put(kind, answer)
         return None
 
+    async def _without_finalizer(self, wished: Document, found: Document) -> Document:
+        """Take the finalizer away where it stays, since a user wrote it into the manifest, too."""
+        metadata = found["metadata"]
+        there = metadata.get("finalizers") or []
+        if names.FINALIZER not in there or "finalizers" in wished["metadata"]:
+            return found
+        change = {key: metadata[key] for key in ("uid", "resourceVersion")}
+        change["finalizers"] = [one for one in there if one != names.FINALIZER]
+        return await self._api.merge(JOB, metadata["namespace"], metadata["name"], {"metadata": change})
+
     async def _after_refusal(self, key: JobKey, observed: Observed, refused: _Refusal) -> Observed:
         """Observe what is there now; StaleError when another operator made the very object meanwhile."""
         objects = {**observed.objects, **self._store.objects(key)}
-        if refused.ref not in objects:
+        if refused.ref not in objects and BY_NAME[refused.ref[:2]] not in (JOB, POD):
             there = await self._api.get(BY_NAME[refused.ref[:2]], key.namespace, refused.ref.name)
             if there is not None:
                 raise StaleError(f"{refused.ref} was made by another one")
         return replace(observed, refusals=(str(refused),), objects=objects)
 
-    async def _write_status(self, key: JobKey, job: Document, decision: Decision) -> None:
+    async def _write_status(self, key: JobKey, job: Document, decision: Decision) -> Document:
         assert decision.status is not None
         latest = self._store.job(key)
         # What this very look at the job wrote into it made it newer.
@@ -236,11 +259,14 @@ class Controller:
                 raise StaleError("the job was changed meanwhile") from None
             raise
         self._store.put(JOB, written)
+        return written
+
+    async def _tell(self, key: JobKey, job: Document, decision: Decision) -> None:
         for event in decision.events:
             _LOG.info("%s", event.message or event.reason, extra=_where(key, event.reason))
         for event in decision.events:
             try:
-                await self._events.tell(written, event)
+                await self._events.tell(job, event)
             except ApiError as error:
                 # The status says it; an event that is missing is no reason to do anything again.
                 _LOG.warning("an event was not written: %s", error, extra=_where(key, event.reason))

@@ -160,7 +160,7 @@ class Informer:
                 as_of = -1
                 async for chunk, as_of in self._api.list_all(kind, namespace):  # noqa: B007  # read below
                     for document in chunk:
-                        self._add(self._store.put(kind, document))
+                        self._put(kind, document)
                         names.add((document["metadata"]["namespace"], document["metadata"]["name"]))
                 for key in self._store.keep(kind, namespace, names, as_of):
                     self._queue.add(key)
@@ -185,7 +185,18 @@ class Informer:
             self._generations.pop(document["metadata"]["uid"], None)
             self._add(self._store.remove(kind, document))
             return
-        self._add(self._store.put(kind, document), urgent=kind is JOB and self._is_edited(document))
+        self._put(kind, document, urgent=kind is JOB and self._is_edited(document))
+
+    def _put(self, kind: Kind, document: Document, *, urgent: bool = False) -> None:
+        try:
+            key = self._store.put(kind, document)
+        except (RecursionError, ValueError) as error:
+            # One object that nobody can read must not keep the others from being known.
+            metadata = document["metadata"]
+            where = {"job": metadata["name"], "namespace": metadata["namespace"], "reason": "Unreadable"}
+            _LOG.warning("a %s is left out: %s", kind.name, error, extra=where)
+            return
+        self._add(key, urgent=urgent)
 
     def _is_edited(self, job: Document) -> bool:
         """Whether its user wants something else: this does not wait until an older trouble is looked at."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from tracerl.api.constants import LABEL_JOB_NAME
 from tracerl.api.job import API_VERSION, KIND
 from tracerl_operator.cluster import at
+from tracerl_operator.names import LABEL_MANAGED_BY, OPERATOR
 from tracerl_operator.types import Document
 
 
@@ -48,6 +49,8 @@ class Kind:
     @property
     def selector(self) -> str | None:
         """Label selector of the objects that are the operator's business; None for all."""
+        if self is CONFIG_MAP:  # which others have many of, and large ones
+            return f"{LABEL_MANAGED_BY}={OPERATOR},{LABEL_JOB_NAME}"
         return None if self is JOB else LABEL_JOB_NAME
 
     def path(self, namespace: str | None = None, name: str | None = None, subresource: str = "") -> str:

@@ -32,6 +32,11 @@ from tracerl_operator.shell.watches import Watches
 from tracerl_operator.shell.workers import Workers
 from tracerl_operator.shell.workqueue import WorkQueue
 
+RECURSION = 50_000
+"""API servers take JSON of 10,000 levels, and one such object must not keep the others from being read.
+
+Parsing takes one level of recursion for each of them, copying two; 8 MiB of stack are enough for both.
+"""
 _WORKERS = 8
 _START_SECONDS = 20.0
 _STOP_SECONDS = 8.0
@@ -48,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the operator; the exit code is 1 when it cannot work here, 2 when the command line is wrong."""
     options = parse(arguments)
     logs.configure(options.log_level, options.log_format)
+    sys.setrecursionlimit(RECURSION)
     try:
         return asyncio.run(_run(options))
     except (CannotStartError, NoClusterError) as error:

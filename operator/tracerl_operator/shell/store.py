@@ -10,10 +10,23 @@ from collections.abc import Mapping, Set
 from typing import NamedTuple
 
 from tracerl_operator.cluster import at, items
-from tracerl_operator.shell.kinds import JOB, JOBSET, POD, JobKey, Kind, job_key, version
+from tracerl_operator.names import PROGRESS_KEY, ROLLOUT, TRAINER
+from tracerl_operator.progress import MOST_BYTES
+from tracerl_operator.shell.kinds import CONFIG_MAP, JOB, JOBSET, POD, JobKey, Kind, job_key, version
 from tracerl_operator.types import Document, Ref
 
 _TOMBSTONES = 10_000
+_LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
+_MAP_METADATA = (
+    "name",
+    "namespace",
+    "uid",
+    "resourceVersion",
+    "creationTimestamp",
+    "deletionTimestamp",
+    "labels",
+    "ownerReferences",
+)
 
 
 class _Place(NamedTuple):
@@ -133,9 +146,12 @@ def _place(kind: Kind, document: Document) -> _Place | None:
 
 
 def _slim(kind: Kind, document: Document) -> Document:
-    """Leave out what is large and nobody reads: who wrote what, and what pods are made of."""
-    metadata = {key: value for key, value in document["metadata"].items() if key != "managedFields"}
+    """Leave out what is large and nobody reads: who wrote what, and what pods are or were made of."""
+    metadata = _without(document["metadata"], "managedFields")
+    metadata["annotations"] = _without(metadata.get("annotations"), _LAST_APPLIED)
     slim = {**document, "metadata": metadata}
+    if kind is CONFIG_MAP:
+        return _slim_map(slim)
     if kind is POD:
         slim["spec"] = {"nodeName": at(document, "spec", "nodeName")}
     elif kind is JOBSET:
@@ -144,8 +160,27 @@ def _slim(kind: Kind, document: Document) -> Document:
             for job in items(document, "spec", "replicatedJobs")
         ]
         slim["spec"] = {**_without(document.get("spec"), "replicatedJobs"), "replicatedJobs": jobs}
+    elif kind is JOB and at(document, "status", "terminal") is not None:
+        # An ended job makes no more pods.
+        slim["spec"] = {
+            key: _without(part, "template", "engineArgs") if key in (ROLLOUT, TRAINER) else part
+            for key, part in _without(document.get("spec")).items()
+        }
     return slim
 
 
-def _without(document: object, key: str) -> Document:
-    return {k: v for k, v in document.items() if k != key} if isinstance(document, dict) else {}
+def _slim_map(document: Document) -> Document:
+    """Keep the progress that a config map tells: the resolved job is applied whenever pods are to be made.
+
+    Anybody may make config maps with our labels, and a megabyte of data or annotations.
+    """
+    metadata = {key: value for key, value in document["metadata"].items() if key in _MAP_METADATA}
+    claim = at(document, "data", PROGRESS_KEY)
+    kept = {key: document[key] for key in ("apiVersion", "kind") if key in document} | {"metadata": metadata}
+    if isinstance(claim, str) and len(claim) <= MOST_BYTES:
+        kept["data"] = {PROGRESS_KEY: claim}
+    return kept
+
+
+def _without(document: object, *keys: str) -> Document:
+    return {k: v for k, v in document.items() if k not in keys} if isinstance(document, dict) else {}

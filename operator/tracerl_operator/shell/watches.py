@@ -27,6 +27,7 @@ from tracerl_operator.types import Document
 _FIRST_PAUSE, _LAST_PAUSE = 1.0, 30.0
 _WATCH_SECONDS, _STILL_SECONDS = 120, 360.0
 _END_SECONDS = 10.0
+_STACK_BYTES = 64 * 2**20
 _LOG = logging.getLogger(__name__)
 
 Seen = Callable[[Kind, str | None, Document], None]
@@ -58,8 +59,11 @@ class Watches:
         self._kinds, self._seen = tuple(kinds), seen
         self._began = time.monotonic()
         if self._thread is None:
+            # As deep as the recursion that `run` allows; only what is used of it becomes memory.
+            before = threading.stack_size(_STACK_BYTES)
             self._thread = threading.Thread(target=self._run, name="watches", daemon=True)
             self._thread.start()
+            threading.stack_size(before)
         else:
             self._interrupt()
 

@@ -6,6 +6,7 @@ import logging
 import time
 from dataclasses import dataclass
 
+from tracerl_operator.cluster import clean_text
 from tracerl_operator.shell.api import Api, ApiError
 from tracerl_operator.shell.controller import Controller, StaleError
 from tracerl_operator.shell.kinds import JOB, JobKey
@@ -40,13 +41,22 @@ class Workers:
         except ApiError as error:
             reason, text = f"Code{error.code}" if error.code else "NoAnswer", str(error)
         except Exception as error:  # noqa: BLE001  # one job's trouble must not be that of others
-            reason, text = "Unexpected", f"a fault of the operator: {error!r}"
+            reason, text = "Unexpected", clean_text(f"a fault of the operator: {error!r}")
+            await self._show(key)
         self.metrics.errors.labels(reason).inc()
         seconds = self.queue.failed(key)
         level = logging.ERROR if reason == "Unexpected" else logging.WARNING
         where = {"job": key.name, "namespace": key.namespace, "reason": reason}
         _LOG.log(level, "%s; again in %.0f s", text, seconds, extra=where, exc_info=level == logging.ERROR)
         return "error"
+
+    async def _show(self, key: JobKey) -> None:
+        message = "the operator failed at this job and tries again; its log has the reason"
+        try:
+            await self.controller.show_trouble(key, message)
+        except Exception as error:  # noqa: BLE001  # what it failed at may be the very status
+            where = {"job": key.name, "namespace": key.namespace, "reason": "Unexpected"}
+            _LOG.warning("cannot show this in the job's status: %r", error, extra=where)
 
     async def _try(self, key: JobKey) -> str:
         try:

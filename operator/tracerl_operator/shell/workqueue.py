@@ -25,10 +25,18 @@ class _Entry:
     urgent: bool = False
     failures: int = 0
     held_until: float = 0.0
+    """Not before this, because it came back too often."""
+    failed_until: float = 0.0
+    """Not before this, because its work failed; something urgent ends this, and this alone."""
     timer: asyncio.TimerHandle | None = None
     due: float = 0.0
     tokens: float = _BURST
     filled_at: float = field(default=0.0)
+
+    @property
+    def earliest(self) -> float:
+        """When it may be given out again."""
+        return max(self.held_until, self.failed_until)
 
 
 class WorkQueue(Generic[K]):
@@ -52,18 +60,18 @@ class WorkQueue(Generic[K]):
         """Have a key worked on, at once unless it is held back."""
         entry = self._entries.setdefault(key, _Entry(filled_at=self._clock()))
         if urgent:
-            entry.held_until = 0.0
+            entry.failed_until = 0.0
         if entry.working:
             entry.again = True
             entry.urgent = entry.urgent or urgent
         elif not entry.queued:
-            self._schedule(key, entry, entry.held_until)
+            self._schedule(key, entry, entry.earliest)
 
     def add_after(self, key: K, seconds: float) -> None:
         """Have a key worked on later; of several times the first counts."""
         entry = self._entries.setdefault(key, _Entry(filled_at=self._clock()))
         if not entry.queued:
-            due = max(self._clock() + max(seconds, _SOONEST), entry.held_until)
+            due = max(self._clock() + max(seconds, _SOONEST), entry.earliest)
             self._set_timer(key, entry, due)
 
     async def get(self) -> K:
@@ -81,6 +89,7 @@ class WorkQueue(Generic[K]):
         entry.tokens = max(min(_BURST, filled) - 1, 0)
         entry.filled_at = now
         entry.held_until = now + _REFILL_SECONDS if entry.tokens < 1 else 0.0
+        entry.failed_until = 0.0
         return key
 
     def done(self, key: K) -> None:
@@ -96,7 +105,7 @@ class WorkQueue(Generic[K]):
         pause *= random.uniform(0.8, 1.2)  # noqa: S311  # so that jobs that fail together do not come together
         entry.failures = min(entry.failures + 1, 20)
         if not entry.urgent:
-            entry.held_until = self._clock() + pause
+            entry.failed_until = self._clock() + pause
         entry.again = True
         self._release(key, entry)
         return pause
@@ -120,7 +129,7 @@ class WorkQueue(Generic[K]):
         entry.working = False
         if entry.again:
             entry.again = False
-            self._schedule(key, entry, entry.held_until)
+            self._schedule(key, entry, entry.earliest)
 
     def _schedule(self, key: K, entry: _Entry, due: float) -> None:
         if due <= self._clock():

@@ -59,6 +59,14 @@ CASES: list[tuple[dict[str, Any], str, Any]] = [
         "volumes.0",
         {"name": "tmp", "persistentVolumeClaim": {"claimName": "c"}},
     ),
+    # of several for one name, the last says what becomes of it
+    (
+        container(
+            env=[{"name": "A", "$patch": "delete"}, {"name": "C", "value": "1"}, {"name": "C", "value": "2"}]
+        ),
+        "containers.0.env",
+        [{"name": "B", "value": "2"}, {"name": "C", "value": "2"}],
+    ),
     ({"resourceClaims": [{"name": "gpu"}]}, "resourceClaims", [{"name": "gpu"}]),
 ]
 
@@ -79,6 +87,10 @@ REFUSED = [
     ({"containers": [3]}, "template.spec.containers[0] has no name"),
     ({"containers": [{"image": "x"}]}, "template.spec.containers[0] has no name"),
     (container(env=[{"value": "x"}]), "template.spec.containers[0].env[0] has no name"),
+    (
+        container(env=[{"name": ["x"]}]),
+        "template.spec.containers[0].env[0].name is neither text nor a number",
+    ),
     ({"nodeSelector": 3}, "template.spec.nodeSelector is not a mapping"),
     ({"nodeSelector": {"$patch": "merge"}}, "write replace or delete"),
     ({"$setElementOrder/containers": []}, "is a directive that is not known"),

@@ -462,7 +462,7 @@ def test_what_may_change_while_suspended_is_in_the_next_jobset() -> None:
     c.settle()
     c.job["spec"] |= {"suspend": False, "transport": {"ring": {"size": "1Gi"}}}
     c.settle()
-    assert "1025Mi" in json.dumps(c.jobset)
+    assert "2049Mi" in json.dumps(c.jobset)
 
 
 def test_nothing_starts_beside_pods_of_the_last_attempt() -> None:
@@ -644,3 +644,136 @@ def test_a_document_that_no_server_stored_is_left_alone() -> None:
     for broken in ({}, {"metadata": None}, {"metadata": {"name": "x"}}, {"metadata": {"name": 1}}):
         decision = reconcile(broken, Cluster(job()).observed, Cluster(job()).now)
         assert decision == type(decision)()
+
+
+def cleaned(c: Cluster, phase: str, node: str = "machine-0") -> None:
+    """The cleaning pods of a node that have not ended do so."""
+    label = "tracerl.dev/cleans-ring"
+    for pod in c.observed.pods:
+        if label in pod["metadata"]["labels"] and pod["spec"]["nodeName"] == node:
+            pod.setdefault("status", {}).setdefault("phase", phase)
+
+
+def deleted(**spec: Any) -> Cluster:
+    """A job with rings on its nodes that is being deleted."""
+    c = with_node_ring(cluster(**(NODE | spec))).running()
+    c.job["metadata"]["deletionTimestamp"] = "2026-11-29T12:00:00Z"
+    return c
+
+
+def test_a_failed_cleaner_is_made_again_and_then_its_node_is_named() -> None:
+    c = deleted()
+    for attempt in range(1, 4):
+        c.settle()
+        assert cleaning(c) == ["machine-0"] * attempt
+        cleaned(c, "Failed")
+        if attempt < 3:
+            c.settle()
+            assert cleaning(c) == ["machine-0"] * attempt  # not at once
+            assert "finalizers" in c.job["metadata"]
+            c.wait(seconds=61)
+    c.events.clear()
+    c.settle()
+    assert "finalizers" not in c.job["metadata"]
+    (event,) = c.events
+    assert event.type == "Warning"
+    assert f"/dev/shm/{UID}" in event.message
+    assert "machine-0" in event.message
+
+
+def test_a_cleaner_that_worked_at_last_leaves_nothing() -> None:
+    c = deleted()
+    c.settle()
+    cleaned(c, "Failed")
+    c.wait(seconds=61)
+    c.settle()
+    cleaned(c, "Succeeded")
+    c.events.clear()
+    c.settle()
+    assert "finalizers" not in c.job["metadata"]
+    assert c.events == []
+
+
+def test_a_namespace_that_is_deleted_does_not_wait_for_rings() -> None:
+    c = deleted(**nodes(2))
+    c.step()  # the JobSet goes
+    (pod, _) = [one.ref for one in c.decide().apply]
+    answer = f'{pod}: pods "x" is forbidden: unable to create new content in namespace team '
+    c.observed = replace(c.observed, refusals=(answer + "because it is being terminated",))
+    decision = c.decide()
+    assert [one.ref.kind for one in decision.apply] == ["TraceRLJob"]
+    (event,) = decision.events
+    assert f"/dev/shm/{UID}" in event.message
+    assert "machine-0, machine-1" in event.message
+
+
+@pytest.mark.parametrize("ending", ["delete", "suspend"])
+def test_a_cleaner_that_is_refused_is_said(ending: str) -> None:
+    c = with_node_ring(cluster(**NODE)).running()
+    if ending == "delete":
+        c.job["metadata"]["deletionTimestamp"] = "2026-11-29T12:00:00Z"
+    else:
+        c.job["spec"]["suspend"] = True
+    c.step()
+    (pod,) = [one.ref for one in c.decide().apply]
+    c.observed = replace(c.observed, refusals=(f"{pod}: exceeded quota: q",))
+    assert c.step().look_again_at is not None
+    assert "exceeded quota: q" in c.message("Ready")
+    assert "finalizers" in c.job["metadata"]
+
+
+def test_rings_are_removed_by_the_installations_image_where_it_allows_rings() -> None:
+    c = deleted(rollout={"image": "example.org/mine:1"})
+    c.observed = replace(c.observed, installation=INSTALLATION)
+    c.settle()
+    assert cleaning(c) == []
+    assert "nodeRing.enabled=true" in c.message("Ready")
+    with_node_ring(c).settle()
+    (pod,) = c.observed.pods
+    parts = [*pod["spec"]["initContainers"], *pod["spec"]["containers"]]
+    assert {part["image"] for part in parts} == {INSTALLATION.rollout_image}
+
+
+def test_a_finalizer_that_somebody_wrote_makes_no_pods() -> None:
+    for spec in ({}, APART, {"model": {"uri": 3}}):
+        c = with_node_ring(cluster(**spec))
+        c.job["metadata"] |= {
+            "finalizers": ["tracerl.dev/node-ring"],
+            "annotations": {"tracerl.dev/ring-nodes": "machine-7"},
+            "deletionTimestamp": "2026-11-29T12:00:00Z",
+        }
+        c.settle()
+        assert cleaning(c) == []
+        assert "finalizers" not in c.job["metadata"]
+
+
+def test_nodes_that_somebody_wrote_are_few_and_have_names_of_nodes() -> None:
+    c = deleted()
+    names = ["Machine", "a b", "-a", "a..b", "a" * 254, "../x", *(f"machine-{i}" for i in range(999))]
+    c.job["metadata"]["annotations"]["tracerl.dev/ring-nodes"] = ",".join(names)
+    c.settle()
+    assert cleaning(c) == ["machine-0", "machine-1"]
+    c.job["status"]["restarts"] = 3
+    c.settle()
+    assert len(cleaning(c)) == 16  # of 50, at once
+
+
+def test_a_trainer_that_has_ended_is_no_start() -> None:
+    c = cluster().running()
+    c.end_container(0, "trainer", 0)
+    c.observed.pods[0]["status"]["conditions"] = [{"type": "Ready", "status": "False"}]
+    c.events.clear()
+    c.step()
+    assert c.conditions()["Ready"] == "True Running"
+    assert c.message("Ready") == "the trainer has ended; its JobSet is being completed"
+    assert c.events == []
+
+
+@pytest.mark.parametrize(("code", "words"), [(137, "was ended by SIGKILL"), (0, "ended with exit code 0")])
+def test_too_many_restarts_of_a_server_say_the_last_cause(code: int, words: str) -> None:
+    c = cluster().running()
+    c.end_container(0, "rollout", code, restarts=4)
+    c.end_container(0, "trainer", 137)  # which lost its rollout
+    c.step()
+    assert c.conditions()["Failed"] == "True RestartsExhausted"
+    assert f"(last: rollout of canary-node-0-0-abcde: {words})" in c.message("Failed")

@@ -28,12 +28,12 @@ def document(
 
 def test_newer_versions_win() -> None:
     store = Store()
-    assert store.put(CONFIG_MAP, document(9, data={"a": "9"})) == KEY
-    assert store.put(CONFIG_MAP, document(9, data={"a": "9"})) is None
-    assert store.put(CONFIG_MAP, document(8, data={"a": "8"})) is None
-    assert store.objects(KEY)[MAP]["data"] == {"a": "9"}
-    assert store.put(CONFIG_MAP, document(10, data={"a": "10"})) == KEY
-    assert store.objects(KEY)[MAP]["data"] == {"a": "10"}
+    assert store.put(CONFIG_MAP, document(9, data={"progress": "9"})) == KEY
+    assert store.put(CONFIG_MAP, document(9, data={"progress": "9"})) is None
+    assert store.put(CONFIG_MAP, document(8, data={"progress": "8"})) is None
+    assert store.objects(KEY)[MAP]["data"] == {"progress": "9"}
+    assert store.put(CONFIG_MAP, document(10, data={"progress": "10"})) == KEY
+    assert store.objects(KEY)[MAP]["data"] == {"progress": "10"}
 
 
 def test_what_went_does_not_come_back_with_an_older_list() -> None:

@@ -470,3 +470,23 @@ def test_a_refusal_of_what_is_there_by_now_is_forgotten() -> None:
 
 def test_reasons_are_documented() -> None:
     assert Reason.UNSCHEDULABLE.doc
+
+
+@pytest.mark.parametrize("reason", ["StartError", "ContainerCannotRun", "RunContainerError"])
+def test_a_container_whose_program_does_not_start_is_said_steadily(reason: str) -> None:
+    c = started()
+    said = 'exec: "pyhton": executable file not found in $PATH'
+    messages = set()
+    for state in ({"reason": "RunContainerError", "message": "x"}, {"reason": "CrashLoopBackOff"}):
+        status = waiting("y")
+        status["initContainerStatuses"][1] |= {
+            "state": {"waiting": state},
+            "lastState": {"terminated": {"exitCode": 128, "reason": reason, "message": said}},
+            "restartCount": 1,
+        }
+        c.observed.pods[0]["status"] = status
+        c.settle()
+        assert c.conditions()["Ready"] == "False Configuration"
+        messages.add(c.message("Ready"))
+    (message,) = messages
+    assert said in message

@@ -158,6 +158,16 @@ async def test_a_key_that_always_comes_back_is_slowed_down(queue: WorkQueue[str]
 
 
 @timeless
+async def test_what_is_urgent_is_slowed_down_like_all_else(queue: WorkQueue[str]) -> None:
+    queue.add("a")
+    for _ in range(100):
+        await queue.get()
+        queue.add("a", urgent=True)
+        queue.failed("a")
+    assert now() > 70 * 3
+
+
+@timeless
 async def test_a_queue_that_does_not_run_keeps_its_keys(queue: WorkQueue[str]) -> None:
     queue.run(False)
     queue.add("a")
