@@ -76,9 +76,9 @@ def blocks(page: Path, language: str) -> Iterator[str]:
 def jobs(page: Path) -> Iterator[dict[str, object]]:
     """YAML blocks of a page that are whole jobs."""
     for text in blocks(page, "yaml"):
-        document = yaml.safe_load(text)
-        if isinstance(document, dict) and document.get("kind") == KIND:
-            yield document
+        for document in yaml.safe_load_all(text):
+            if isinstance(document, dict) and document.get("kind") == KIND:
+                yield document
 
 
 def commands(page: Path) -> Iterator[list[str]]:

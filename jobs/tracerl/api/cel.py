@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tracerl.api.ring import SEGMENT_SIZES
-from tracerl.api.rules import GB200_NODE_GPUS, OWN_FIELDS
+from tracerl.api.rules import CREDENTIALS, GB200_NODE_GPUS, OWN_FIELDS, PLAIN_TEXTS, URLS
 
 
 class Cel(NamedTuple):
@@ -91,6 +91,25 @@ def _s3_options(rule: str, at: str) -> tuple[Cel, ...]:
 
 
 CEL: tuple[Cel, ...] = (
+    *(
+        Cel(
+            "urls-without-credentials",
+            path,
+            f"!self.matches('{CREDENTIALS}')",
+            "holds credentials, which everybody could read with the job; write the URL without, and give "
+            "credentials by secretName",
+        )
+        for path in URLS
+    ),
+    *(
+        Cel(
+            "no-control-characters",
+            path,
+            "!self.matches('[[:cntrl:]]')",
+            "holds a control character; remove it",
+        )
+        for path in PLAIN_TEXTS
+    ),
     Cel(
         "model-scheme",
         "spec.model.uri",

@@ -25,7 +25,11 @@ class ConditionType(_Documented):
     """Types of `status.conditions`."""
 
     READY = "Ready", "Rollout and trainer of every node run and show the same site table."
-    SUSPENDED = "Suspended", "The job was asked to stop and its machines are released."
+    SUSPENDED = (
+        "Suspended",
+        "The job holds no machines: it was asked to stop and has released them, or its queue has not "
+        "admitted it.",
+    )
     COMPLETE = "Complete", "All steps are done; terminal."
     FAILED = "Failed", "The job ended without being complete; terminal. The reason says why."
 

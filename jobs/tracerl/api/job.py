@@ -218,7 +218,8 @@ class ModelSource(Model):
     uri: str = field(
         doc="Where the model is: builtin://NAME, hf://ORG/NAME, s3://…, file://… or pvc://CLAIM/PATH. A "
         "directory holds Hugging Face's config.json and *.safetensors. In every URL of a job the path behind "
-        "file:// is taken as it stands: a space is a space and not %20.",
+        "file:// is taken as it stands: a space is a space and not %20. Which of them this version reads: "
+        "docs/reference/rules.md, What this version runs.",
         example="builtin://tiny-moe",
         min_length=1,
         max_length=1024,
@@ -252,7 +253,9 @@ class Warmup(Model):
 class RewardSource(Model):
     """Where the module of `task.reward` comes from; at most one of the fields. None means the image."""
 
-    config_map: str | None = field(None, doc="Config map whose keys are Python files.", max_length=253)
+    config_map: str | None = field(
+        None, doc="Config map whose keys are files; Python ones for the reward.", max_length=253
+    )
     uri: str | None = field(
         None, doc="Python file, zip file of them, or directory; any fsspec URL.", max_length=1024
     )
@@ -679,7 +682,11 @@ class Topology(Model):
 class Placement(Model):
     """Where pods go."""
 
-    colocation: Colocation = field(Colocation.POD, doc="Pod, Node or None.")
+    colocation: Colocation = field(
+        Colocation.POD,
+        doc="Pod: rollout and trainer of a node share a pod; Node: a pod each, on the same node; None: a pod "
+        "each, anywhere.",
+    )
     fabric: Fabric = field(Fabric.AUTO, doc="Whether a ComputeDomain is made for the job.")
     topology: Topology = field(Topology, doc="Topology constraint.")
     queue: str | None = field(None, doc="Kueue local queue.", max_length=63)
@@ -867,42 +874,57 @@ class Spec(Model):
 class Condition(Model):
     """A condition in the style of metav1.Condition."""
 
-    type: str = Field(max_length=316)
-    status: Literal["True", "False", "Unknown"]
-    reason: str = Field(max_length=1024)
-    message: str = Field("", max_length=32_768)
-    last_transition_time: str
-    observed_generation: int | None = None
+    type: str = Field(max_length=316, description="Ready, Suspended, Complete or Failed.")
+    status: Literal["True", "False", "Unknown"] = Field(description="Whether it holds.")
+    reason: str = Field(max_length=1024, description="Why, in one word of the table of reasons.")
+    message: str = Field(
+        "", max_length=32_768, description="Why, in a sentence; empty where there is nothing to say."
+    )
+    last_transition_time: str = Field(description="When status changed last.")
+    observed_generation: int | None = Field(None, description="metadata.generation that it was decided on.")
 
 
 class Progress(Model):
-    """What the trainer reports while it runs."""
+    """What the trainer reports while it runs, of its last step."""
 
-    step: int = 0
-    steps: int = 0
-    policy_version: int = 0
-    reward: DecimalString | None = None
-    logprob_gap: DecimalString | None = None
-    tokens_per_second: DecimalString | None = None
-    step_seconds: DecimalString | None = None
-    overhead_ratio: DecimalString | None = None
-    record_bytes_per_token: DecimalString | None = None
-    updated_at: str | None = None
+    step: int = Field(0, description="Steps that are done.")
+    steps: int = Field(0, description="Steps that the job has, algorithm.steps.")
+    policy_version: int = Field(0, description="Version of the trainer's weights.")
+    reward: DecimalString | None = Field(None, description="Mean reward of the step's answers.")
+    logprob_gap: DecimalString | None = Field(
+        None, description="Mean distance of the trainer's log-probs from the rollout's, in nats."
+    )
+    tokens_per_second: DecimalString | None = Field(
+        None, description="Tokens trained on, by the step's time."
+    )
+    step_seconds: DecimalString | None = Field(None, description="Time of the step, in s.")
+    overhead_ratio: DecimalString | None = Field(None, description="Share of the step that TRACE costs.")
+    record_bytes_per_token: DecimalString | None = Field(None, description="Bytes of records a token.")
+    updated_at: str | None = Field(None, description="When the operator wrote this.")
 
 
 class Status(Model):
     """What was observed. Only the operator writes it."""
 
-    observed_generation: int | None = None
-    summary: str | None = None
-    ready: str | None = None
-    conditions: list[Condition] = Field(default_factory=list, max_length=16)
-    terminal: Literal["Complete", "Failed"] | None = None
-    start_time: str | None = None
-    completion_time: str | None = None
-    restarts: int = 0
-    output: str | None = Field(None, max_length=2048)
-    progress: Progress = Field(default_factory=Progress)
+    observed_generation: int | None = Field(None, description="metadata.generation that this is about.")
+    summary: str | None = Field(
+        None,
+        description="One word for people: Complete, Failed, Suspended, Suspending, or the reason of Ready.",
+    )
+    ready: str | None = Field(None, description="Nodes whose pods are ready, of all of the job, as in 1/1.")
+    conditions: list[Condition] = Field(
+        default_factory=list, max_length=16, description="Ready, Suspended, Complete and Failed."
+    )
+    terminal: Literal["Complete", "Failed"] | None = Field(
+        None, description="How the job ended; absent until then."
+    )
+    start_time: str | None = Field(None, description="When the job was let run; absent while it is held.")
+    completion_time: str | None = Field(None, description="When the job ended.")
+    restarts: int = Field(0, description="Restarts so far, which failurePolicy.maxRestarts limits.")
+    output: str | None = Field(
+        None, max_length=2048, description="The job's own directory below spec.output.uri."
+    )
+    progress: Progress = Field(default_factory=Progress, description="How far the trainer is.")
 
 
 class Metadata(Model):

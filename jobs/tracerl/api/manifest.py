@@ -2,6 +2,7 @@
 
 What JSON cannot carry is refused, since the API server would not take it either: tags, keys that are not
 text, NaN. So are merge keys, and duplicate keys, of which YAML readers silently keep one. Dates stay text.
+What YAML 1.2 calls a number is one, as it is for kubectl.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _LOADER_ERRORS = (ValueError, TypeError, LookupError, AttributeError, Arithmetic
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader without dates, merge keys and duplicate keys."""
+    """SafeLoader with the numbers of YAML 1.2, without dates, merge keys and duplicate keys."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 (PyYAML's own class attribute, replaced and not changed)
         first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
@@ -51,6 +52,16 @@ class _Loader(yaml.SafeLoader):
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         # Merges what `<<` names, and construct_mapping has refused merge keys by then.
         del node
+
+
+# PyYAML follows YAML 1.1, for which 1e-3 is text; kubectl sends it as a number. What both call an integer
+# stays one, since these patterns are asked last.
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?0o[0-7]+\Z"), list("-+0"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?\Z"),
+    list("-+.0123456789"),
+)
 
 
 def _place(error: yaml.YAMLError) -> str:

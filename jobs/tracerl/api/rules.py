@@ -16,6 +16,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from pydantic.alias_generators import to_snake
+
 from tracerl.api.errors import Fault
 from tracerl.api.job import (
     Colocation,
@@ -115,6 +117,63 @@ def scheme(uri: str) -> str | None:
     return match.group(1) if match else None
 
 
+URLS = (
+    "spec.model.uri",
+    "spec.model.tokenizerUri",
+    "spec.task.uri",
+    "spec.task.source.uri",
+    "spec.output.uri",
+    "spec.transport.object.uri",
+)
+PLAIN_TEXTS = (
+    *URLS,
+    "spec.task.source.configMap",
+    "spec.output.secretName",
+    "spec.output.endpointUrl",
+    "spec.rollout.image",
+    "spec.trainer.image",
+    "spec.transport.spillPath",
+    "spec.transport.object.secretName",
+    "spec.transport.object.endpointUrl",
+)
+CREDENTIALS = "(?i)([a-z][a-z0-9+.-]*://[^/?#]*:[^/?#]*@|https?://[^/?#]*@|s3://[^/?#]*[:@])"
+"""Where a URL holds credentials, for Python and for CEL; abfs://CONTAINER@ACCOUNT holds none."""
+CREDENTIALS_REMEDY = "write the URL without, and give credentials by secretName or AWS_ACCESS_KEY_ID"
+
+
+def _written(uri: str) -> str:
+    """Show a URL that is wrong, but no credentials."""
+    return repr(uri[:200]) if re.search(CREDENTIALS, uri) is None else "a URL with credentials"
+
+
+def _value(spec: Spec, path: str) -> Any:
+    """Give the value at a path, None where something above it is null."""
+    value: Any = spec
+    for part in path.split(".")[1:]:
+        value = None if value is None else getattr(value, to_snake(part))
+    return value
+
+
+# -- every field of its kind ------------------------------------------------------------------------------
+
+
+@_rule(Level.API, *URLS)
+def urls_without_credentials(facts: Facts) -> Iterator[Fault]:
+    """Credentials in a URL are refused: everybody who sees the job could read them."""
+    for path in URLS:
+        if re.search(CREDENTIALS, _value(facts.spec, path) or "") is not None:
+            problem = "holds credentials, which everybody could read with the job"
+            yield Fault(path, problem, CREDENTIALS_REMEDY)
+
+
+@_rule(Level.API, *PLAIN_TEXTS)
+def no_control_characters(facts: Facts) -> Iterator[Fault]:
+    """URLs, paths, images and names of secrets and config maps have no control characters."""
+    for path in PLAIN_TEXTS:
+        if re.search(r"[\x00-\x1f\x7f]", _value(facts.spec, path) or "") is not None:
+            yield Fault(path, "holds a control character", "remove it; a line break is one, too")
+
+
 # -- model, task ------------------------------------------------------------------------------------------
 
 
@@ -124,7 +183,7 @@ def model_scheme(facts: Facts) -> Iterator[Fault]:
     uri = facts.spec.model.uri
     if scheme(uri) not in MODEL_SCHEMES:
         remedy = "write builtin://NAME, hf://ORG/NAME, s3://…, file:///PATH or pvc://CLAIM/PATH"
-        yield Fault("spec.model.uri", f"is {uri[:200]!r}, not a model URL", remedy)
+        yield Fault("spec.model.uri", f"is {_written(uri)}, not a model URL", remedy)
 
 
 @_rule(Level.VALIDATE, "spec.model.uri")
@@ -244,7 +303,7 @@ def task_files_exist(facts: Facts) -> Iterator[Fault]:
         file = uri.removeprefix("file://")
         if not os.path.exists(file):  # noqa: PTH110 (a Path raises where a name is too long)
             where = "" if Path(file).is_absolute() else f" (relative to {Path.cwd()})"
-            yield Fault(path, f"is {uri[:200]!r}, which does not exist{where}", "write the path of a file")
+            yield Fault(path, f"is {_written(uri)}, which does not exist{where}", "write the path of a file")
 
 
 # -- algorithm --------------------------------------------------------------------------------------------
@@ -725,7 +784,9 @@ def output_scheme(facts: Facts) -> Iterator[Fault]:
     remedy = "write pvc://CLAIM/PATH, s3://BUCKET/PREFIX or file:///PATH"
     found, named = scheme(uri), uri.partition("://")[2].partition("/")[0]
     if found not in OUTPUT_SCHEMES:
-        yield Fault("spec.output.uri", f"is {uri[:200]!r}, not an output URL", remedy)
+        yield Fault("spec.output.uri", f"is {_written(uri)}, not an output URL", remedy)
+    elif re.search(CREDENTIALS, uri) is not None:
+        return  # urls_without_credentials says it
     elif found == "pvc" and re.fullmatch(_CLAIM, named, re.ASCII) is None:
         yield Fault("spec.output.uri", f"names {named[:80]!r}, which is no claim", "write pvc://CLAIM/PATH")
     elif found == "s3" and re.fullmatch(_BUCKET, named, re.ASCII) is None:
@@ -733,9 +794,9 @@ def output_scheme(facts: Facts) -> Iterator[Fault]:
             "spec.output.uri", f"names {named[:80]!r}, which is no bucket", "write s3://BUCKET/PREFIX"
         )
     elif found == "file" and named:
-        yield Fault("spec.output.uri", f"is {uri[:200]!r}, not an absolute path", "write file:///PATH")
+        yield Fault("spec.output.uri", f"is {_written(uri)}, not an absolute path", "write file:///PATH")
     elif ".." in uri.split("/"):
-        yield Fault("spec.output.uri", f"is {uri[:200]!r}, which leaves its place by ..", remedy)
+        yield Fault("spec.output.uri", f"is {_written(uri)}, which leaves its place by ..", remedy)
 
 
 @_rule(Level.API, "spec.output.uri", "spec.output.secretName", "spec.output.endpointUrl")
@@ -911,13 +972,17 @@ def object_store_url(facts: Facts) -> Iterator[Fault]:
     found = scheme(uri)
     bucket = uri.removeprefix("s3://").partition("/")[0]
     if store.uri is not None and found is None:
-        yield Fault(path, f"is {uri[:200]!r}, not a URL", "write s3://BUCKET/PREFIX or file:///PATH")
+        yield Fault(path, f"is {_written(uri)}, not a URL", "write s3://BUCKET/PREFIX or file:///PATH")
     elif found == "memory":
         remedy = "write s3://BUCKET/PREFIX or file:///PATH"
         yield Fault(path, "is memory of one process, which others do not see", remedy)
     elif found == "file" and not uri.startswith("file:///"):
-        yield Fault(path, f"is {uri[:200]!r}, not an absolute path", "write file:///PATH")
-    elif found == "s3" and re.fullmatch(_BUCKET, bucket, re.ASCII) is None:
+        yield Fault(path, f"is {_written(uri)}, not an absolute path", "write file:///PATH")
+    elif (
+        found == "s3"
+        and re.fullmatch(_BUCKET, bucket, re.ASCII) is None
+        and re.search(CREDENTIALS, uri) is None
+    ):
         yield Fault(path, f"names {bucket[:80]!r}, which is no bucket", "write s3://BUCKET/PREFIX")
     yield from _s3_options("spec.transport.object", store.uri, store.secret_name, store.endpoint_url)
 
@@ -931,8 +996,7 @@ def _s3_options(path: str, uri: str | None, secret: str | None, endpoint: str | 
                 yield Fault(f"{path}.{name}", problem, "remove it, or write uri: s3://…")
     elif endpoint is not None and re.match(r"[^/]*//[^/?#]*@", endpoint):
         problem = "holds a user name or a password, which everybody could read with the job"
-        remedy = "write the URL without, and give credentials by secretName or AWS_ACCESS_KEY_ID"
-        yield Fault(f"{path}.endpointUrl", problem, remedy)
+        yield Fault(f"{path}.endpointUrl", problem, CREDENTIALS_REMEDY)
     elif endpoint is not None and scheme(endpoint) not in {"http", "https"}:
         problem = f"is {endpoint[:200]!r}, not an http or https URL"
         yield Fault(f"{path}.endpointUrl", problem, "write for example http://minio:9000")

@@ -59,6 +59,11 @@ BAD: list[tuple[list[str], str, str]] = [
         "spec.trainer.optimizer.learningRate",
         "not a decimal",
     ),
+    (
+        ["spec.trainer.optimizer={learningRate: 1e-3, epsilon: 1e-3.0}"],
+        "spec.trainer.optimizer.epsilon",
+        "not a decimal",
+    ),
     (["spec.transport.ring.size=256MB"], "spec.transport.ring.size", 'for example "256Mi"'),
     (["spec.transport.ring.size=-5"], "spec.transport.ring.size", 'for example "256Mi"'),
     (["spec.transport.ring.size=NaNMi"], "spec.transport.ring.size", 'for example "256Mi"'),
@@ -75,6 +80,24 @@ BAD: list[tuple[list[str], str, str]] = [
     (["spec.trainer=null"], "spec.trainer", "is empty; remove it"),
     (["kind=Job"], "kind", "write TraceRLJob"),
     (["apiVersion=tracerl.dev/v1"], "apiVersion", "write tracerl.dev/v1alpha1"),
+    # URLs and names
+    *(
+        (
+            [f"{path}='{url}'"],
+            path,
+            "holds credentials, which everybody could read with the job; write the URL",
+        )
+        for path in ("spec.output.uri", "spec.transport.object.uri", "spec.model.uri")
+        for url in ("s3://AK:SECRET@bucket/a", "s3://AK:SEC/RET@bucket", "s3://SECRET@bucket")
+    ),
+    (["spec.model.tokenizerUri='https://SECRET@host/x'"], "spec.model.tokenizerUri", "holds credentials"),
+    (['spec.output.uri="s3://bucket/a\\nb"'], "spec.output.uri", "holds a control character; remove it"),
+    (['spec.trainer.image="a\\tb"'], "spec.trainer.image", "holds a control character"),
+    (
+        ['spec.output={uri: "s3://b-1/r", secretName: "s\\0"}'],
+        "spec.output.secretName",
+        "holds a control character",
+    ),
     # model and task
     (["spec.model.uri=Qwen/Qwen3-30B-A3B"], "spec.model.uri", "hf://ORG/NAME"),
     (["spec.model.uri=builtin://tiny_moe"], "spec.model.uri", "write builtin://tiny-moe"),
@@ -723,3 +746,19 @@ def test_load_job_lists_all_faults(manifest: dict[str, Any], tmp_path: Path) -> 
         f"{path} is not a job that can run, 2 faults:\n  spec.algorithm.steps: is 0;"
     )
     assert len(error.value.faults) == 2
+
+
+@pytest.mark.parametrize(
+    "uri", ["s3://AK:SECRET@bucket", "S3://AK:SECRET@b", " https://SECRET@b", "gs://a:SECRET@b"]
+)
+@pytest.mark.parametrize("field", ["output", "transport.object", "model", "task", "task.source"])
+def test_credentials_of_a_url_are_not_printed(manifest: dict[str, Any], field: str, uri: str) -> None:
+    faults = check(apply_overrides(manifest, [f"spec.{field}.uri='{uri}'"]))
+    assert any("holds credentials" in fault.problem for fault in faults)
+    assert "SECRET" not in str([str(fault) for fault in faults])
+
+
+def test_a_container_in_a_url_is_no_credential(manifest: dict[str, Any]) -> None:
+    assert (
+        check(apply_overrides(manifest, ["spec.transport.object.uri=abfs://records@account.example/a"])) == []
+    )

@@ -107,10 +107,10 @@ def test_examples_are_valid(path: Path) -> None:
 
 def test_every_field_is_documented() -> None:
     for item in schema.walk():
-        if item.path.startswith("spec"):
+        if item.path.startswith(("spec", "status")):
             assert item.schema.get("description"), item.path
-            if "[]" not in item.path and item.path != "spec":
-                assert item.schema["x-tracerl-mutability"] in {"Immutable", "WhileSuspended", "Always"}
+        if item.path.startswith("spec") and "[]" not in item.path and item.path != "spec":
+            assert item.schema["x-tracerl-mutability"] in {"Immutable", "WhileSuspended", "Always"}
 
 
 def test_every_required_field_has_an_example_that_is_allowed() -> None:

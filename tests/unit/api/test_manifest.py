@@ -1,12 +1,13 @@
 """Files that are no manifest: one sentence each, whatever the bytes."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tracerl.api.errors import InputError
-from tracerl.api.load import read_manifest
-from tracerl.api.manifest import MAX_BYTES
+from tracerl.api.load import check, read_manifest
+from tracerl.api.manifest import MAX_BYTES, parse_yaml
 
 BOMB = "a0: &a0 x\n" + "".join(
     f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}\n" for n in range(1, 30)
@@ -67,3 +68,36 @@ def test_what_is_read(tmp_path: Path) -> None:
         "b": "2026-01-01",
         "c": {"d": 1.5, "e": [None, True]},
     }
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-3", 0.001),
+        ("1E3", 1000.0),
+        (".5e2", 50.0),
+        ("-1e-8", -1e-8),
+        ("08", 8.0),
+        ("0o17", 15),
+        ("12", 12),
+        ("0.001", 0.001),
+        ('"1e-3"', "1e-3"),
+        ("1e", "1e"),
+        ("1.2.3", "1.2.3"),
+        ("256Mi", "256Mi"),
+    ],
+)
+def test_a_number_of_yaml_1_2_is_a_number(text: str, value: object) -> None:
+    """PyYAML alone reads 1e-3 as text, and kubectl sends it as a number."""
+    read = parse_yaml(f"a: {text}", "job.yaml")["a"]
+    assert read == value
+    assert type(read) is type(value)
+
+
+@pytest.mark.parametrize("text", ["0.001", "1e-3", "1.e-3", "10e-4"])
+def test_a_decimal_without_quotes_is_refused(manifest: dict[str, Any], text: str) -> None:
+    rate = parse_yaml(f"learningRate: {text}", "job.yaml")
+    manifest["spec"].setdefault("trainer", {})["optimizer"] = rate
+    assert [str(fault) for fault in check(manifest)] == [
+        'spec.trainer.optimizer.learningRate: is the number 0.001 without quotes; write it in quotes: "0.001"'
+    ]
