@@ -64,6 +64,22 @@ _Loader.add_implicit_resolver(
 )
 
 
+class Dumper(yaml.SafeDumper):
+    """Writes for readers of YAML 1.1 and 1.2 alike: what one of them takes for a number stands in quotes."""
+
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
+        """Write shared parts out: anchors are not for everybody who reads this file."""
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    quoted = '"' if re.fullmatch(r"[-+.0-9].*", value) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=quoted)
+
+
+Dumper.add_representer(str, _text)
+
+
 def _place(error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     return f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""

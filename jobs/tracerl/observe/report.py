@@ -18,6 +18,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from tracerl.api.constants import Reason
 from tracerl.api.errors import InputError, JobError
 from tracerl.api.job import MethodName
+from tracerl.api.manifest import Dumper
 from tracerl.api.resolved import write_atomically
 from tracerl.observe import sections, text
 from tracerl.observe.redact import redact, redact_text
@@ -117,7 +118,7 @@ def _outcome(one: Summary) -> tuple[tuple[str, str], ...]:
 
 
 def _configuration(run: Run) -> str:
-    return yaml.safe_dump(redact(run.document), sort_keys=False, allow_unicode=True, width=100)
+    return yaml.dump(redact(run.document), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 def _settings(run: Run) -> DataTable | None:

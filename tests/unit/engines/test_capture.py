@@ -400,8 +400,8 @@ def test_rows_that_wait_for_room_stop_nothing_but_admission(tmp_path):
     done = threading.Event()
     writer.call(done.set)
     while not done.wait(0.01):  # a reader that is slower than the writer
-        store.release([entry.handle for entry in frames.entries])
-        frames.entries.clear()
+        # One by one: the writer adds to the list meanwhile.
+        store.release([frames.entries.pop(0).handle for _ in range(len(frames.entries))])
     assert (writer.full, writer.dropped) == (False, {})
     writer.close()
     store.close()

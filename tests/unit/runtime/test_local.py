@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
 from test_rundir import job
 
 from tracerl.api.errors import InputError
@@ -122,7 +121,7 @@ def test_the_nodes_that_a_machine_stands_in_for(tmp_path, counts, colocation, no
 def manifest(tmp_path, **spec) -> Path:
     path = tmp_path / "job.yaml"
     document = job(**spec).model_dump(mode="json", by_alias=True)
-    path.write_text(yaml.safe_dump({**document, "status": None}))
+    path.write_text(json.dumps({**document, "status": None}))
     return path
 
 
