@@ -120,6 +120,16 @@ class Place:
         return self._address(19, 10)
 
 
+_KUBELET_TUNABLES = (
+    "vm/overcommit_memory",
+    "vm/panic_on_oom",
+    "kernel/panic",
+    "kernel/panic_on_oops",
+    "kernel/keys/root_maxkeys",
+    "kernel/keys/root_maxbytes",
+)
+
+
 def _run(*command: str | Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -133,6 +143,14 @@ def _mount(place: Place) -> None:
         ours, theirs = place.data / "var" / name, Path("/var") / name
         for each in (ours, theirs):
             each.mkdir(parents=True, exist_ok=True)
+        _run("mount", "--bind", ours, theirs)
+    # The kubelet sets these of the whole machine: it gets files of its own to set.
+    tunables = place.data / "sys"
+    tunables.mkdir(parents=True, exist_ok=True)
+    for name in _KUBELET_TUNABLES:
+        theirs = Path("/proc/sys", name)
+        ours = tunables / name.replace("/", ".")
+        ours.write_text(theirs.read_text())
         _run("mount", "--bind", ours, theirs)
 
 
