@@ -14,8 +14,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from functools import cached_property
 
 from tracerl.api.constants import Reason
+from tracerl.api.errors import Fault
 from tracerl.api.job import API_VERSION, KIND, Colocation, Progress, Status, TraceRLJob
 from tracerl_operator import names
 from tracerl_operator.check import blockers, earlier_job, is_foreign, lost_object, parse
@@ -72,6 +74,7 @@ _CLEANERS, _CLEANING_ATTEMPTS = 16, 3
 """Cleaning pods of a job that work at once, and those that are made for a node one after the other."""
 _TERMINATED = "because it is being terminated"
 """What the API server answers to whatever is made in a namespace that is being deleted."""
+_LABEL = re.compile("[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _NO_OUTPUT = "spec.output.uri is not set, so a job that is suspended or restarted starts over"
 
 
@@ -115,7 +118,6 @@ class _Reconciliation:
         generation = at(metadata, "generation")
         self.generation = generation if isinstance(generation, int) else None
         self.before = read_status(self.job)
-        self.parsed, self.faults = parse(self.job)
         self.found = find_jobset(self.observed, self.uid)
         self.jobset: Document = self.found[1] if self.found else {}
         # Anybody may put a label on a pod; only what this job made cleans for it, or says how it does.
@@ -130,6 +132,21 @@ class _Reconciliation:
             for p in self.pods
             if uid is not None and at(p, "metadata", "labels", names.LABEL_JOBSET_UID) == uid
         ]
+
+    @cached_property
+    def _read(self) -> tuple[TraceRLJob | None, list[Fault]]:
+        # Not before it is asked for: inquiries go without, and are made before every decision.
+        return parse(self.job)
+
+    @property
+    def parsed(self) -> TraceRLJob | None:
+        """The job, where it is one."""
+        return self._read[0]
+
+    @property
+    def faults(self) -> list[Fault]:
+        """What is wrong with it."""
+        return self._read[1]
 
     def inquiries(self) -> tuple[Inquiry, ...]:
         """What to list now."""
@@ -592,8 +609,7 @@ class _Reconciliation:
 
 def _names_node(text: str) -> bool:
     """Whether a text is an RFC 1123 subdomain, as names of nodes are."""
-    label = re.compile("[a-z0-9]([-a-z0-9]*[a-z0-9])?")
-    return len(text) <= 253 and all(label.fullmatch(part) for part in text.split("."))
+    return len(text) <= 253 and all(_LABEL.fullmatch(part) for part in text.split("."))
 
 
 def _works(pod: Document) -> bool:
