@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import shutil
 import signal
@@ -246,7 +247,7 @@ class Scene:
 
     def _spilled(self) -> int:
         places = filter(None, [self.spill, self.objects])
-        return sum(path.is_file() for place in places for path in place.rglob("*"))
+        return sum(len(files) for place in places for _, _, files in os.walk(place))
 
     # -- the end ----------------------------------------------------------------------------------------
 

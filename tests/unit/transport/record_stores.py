@@ -44,6 +44,11 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
+def files_below(directory: Path) -> list[Path]:
+    """Files of a directory from which others may remove some while this looks (`rglob` raises then)."""
+    return [Path(where, name) for where, _, names in os.walk(directory) for name in names]
+
+
 @contextmanager
 def shared_directory() -> Iterator[Path]:
     """A directory in shared memory with a short name: a socket's path has 107 bytes at most."""

@@ -21,6 +21,7 @@ from record_stores import (
     RUN_ID,
     TOKEN,
     ProcessStore,
+    files_below,
     frames_of,
     key,
     resolve,
@@ -152,7 +153,7 @@ def test_a_killed_store_comes_back_empty_and_leaves_nothing(tmp_path: Path, ring
     wait_until(lambda: near.usage().congested is False)
     assert all_right(near, old)
     assert all_right(far, old)
-    assert len([path for path in objects.rglob("*") if path.is_file()]) > 5
+    assert len(files_below(objects)) > 5
     [left] = (tmp_path / "spill").iterdir()
     first.end(signal.SIGKILL)
     assert left.is_dir()
@@ -162,7 +163,7 @@ def test_a_killed_store_comes_back_empty_and_leaves_nothing(tmp_path: Path, ring
     assert second.instance_id != first.instance_id
     assert not left.exists()
     # It listens before it has emptied the object store, which may be slow.
-    wait_until(lambda: not [path for path in objects.rglob("*") if path.is_file()])
+    wait_until(lambda: not files_below(objects))
     for source in (near, far):
         assert source.present(old) == [False] * len(old)
         assert faults(source, old[:2]) == {"missing"}
@@ -175,7 +176,7 @@ def test_a_killed_store_comes_back_empty_and_leaves_nothing(tmp_path: Path, ring
     assert second.end() == 0
     assert not ring_dir.exists()
     assert not [*(tmp_path / "spill").iterdir()]
-    assert not [path for path in objects.rglob("*") if path.is_file()]
+    assert not files_below(objects)
 
 
 def test_the_next_run_starts_without_the_frames_of_the_last(tmp_path: Path, ring_dir: Path) -> None:
@@ -207,7 +208,7 @@ def test_memory_is_bounded_while_nobody_reads(tmp_path: Path, ring_dir: Path) ->
     assert all_right(source, handles[:100])
     assert resident_without_shared(store.process.pid) - before < 16 * 2**20
     source.release(handles)
-    wait_until(lambda: not [path for path in (tmp_path / "spill").rglob("*") if path.is_file()])
+    wait_until(lambda: not files_below(tmp_path / "spill"))
     assert len([*Path(f"/proc/{store.process.pid}/fd").iterdir()]) < 60
     sink.close()
     source.close()

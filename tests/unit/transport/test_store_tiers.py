@@ -11,6 +11,7 @@ import pytest
 from record_stores import (
     JOB_UID,
     ThreadStore,
+    files_below,
     frames_of,
     key,
     right,
@@ -44,10 +45,6 @@ def directory_tier(parent: Path, limit: int | None = None) -> SpillDirectory:
 def object_tier(uri: str, deadline_seconds: float = 30) -> ObjectTier:
     files = open_filesystem(uri, deadline_seconds=deadline_seconds)
     return ObjectTier(files, job_uid=JOB_UID, store="store-0")
-
-
-def files_below(directory: Path) -> list[Path]:
-    return [path for path in directory.rglob("*") if path.is_file()]
 
 
 def put_until_full(store: ThreadStore, sink: StoreSink) -> tuple[list[Handle], TransportError]:
