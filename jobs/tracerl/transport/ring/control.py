@@ -91,13 +91,13 @@ class Control:
             by_instance.setdefault(instance, []).append(seq)
         for instance, seqs in by_instance.items():
             self._keep(instance, seqs)
-        self._tell()
+        self._tell(_TELL_SECONDS)
 
     def forget(self, trajectories: Iterable[str]) -> None:
         """Drop all references of the run's frames that were put under these trajectories until now."""
         with self._lock:
             self._forgotten |= dict.fromkeys(trajectories)
-        self._tell()
+        self._tell(_TELL_SECONDS)
 
     def present(self, handles: Sequence[Handle]) -> list[bool]:
         """Tell which frames could be read now: none of a store that is down. TransportError."""
@@ -152,7 +152,7 @@ class Control:
             except LostError:
                 continue
 
-    def _tell(self, timeout: float = _TELL_SECONDS) -> None:
+    def _tell(self, timeout: float) -> None:
         try:
             self._session(Deadline(timeout))
         except TransportError as error:
