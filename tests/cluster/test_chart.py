@@ -17,6 +17,7 @@ import pytest
 import yaml
 from api_server import KUBE, ApiServer, RefusedError
 from definitions import definition
+from operator_process import eventually
 from small_cluster import APART, NODE, SPEC, TOKEN, merged, nodes
 
 from tracerl.api.job import TraceRLJob
@@ -483,6 +484,62 @@ def test_operator_cannot_grant_what_it_has_not(api: ApiServer, install: Any) -> 
         apply(api, [role], me)
 
 
+FOREIGN: list[dict[str, Any]] = [
+    {"apiVersion": "v1", "kind": "Secret", "stringData": {"a": "mine"}},
+    {"apiVersion": "v1", "kind": "ConfigMap", "data": {"a": "mine"}},
+    {"apiVersion": "v1", "kind": "ServiceAccount"},
+    {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "Role", "rules": []},
+    {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "spec": {"replicatedJobs": []}},
+]
+OWNED = {
+    "metadata": {
+        "ownerReferences": [
+            {
+                "apiVersion": "tracerl.dev/v1alpha1",
+                "kind": "TraceRLJob",
+                "name": "a",
+                "uid": "u",
+                "controller": True,
+            }
+        ]
+    }
+}
+NOT_OURS = "writes nothing but what a TraceRLJob owns"
+
+
+def test_operator_of_the_whole_cluster_writes_nothing_that_no_job_owns(api: ApiServer, install: Any) -> None:
+    """RBAC lets it; the admission policy does not: neither change, nor make, nor adopt, nor delete."""
+    install(RENDERINGS["rings"])
+    me = (
+        "--as=system:serviceaccount:tracerl-system:tracerl-operator",
+        "--field-manager=tracerl.dev/operator",
+    )
+    named = [merged(each, {"metadata": {"name": "theirs", "namespace": "team-a"}}) for each in FOREIGN]
+
+    def refused(document: dict[str, Any]) -> bool:
+        try:
+            apply(api, [document], *me, "--force-conflicts", "--dry-run=server")
+        except RuntimeError as error:
+            return NOT_OURS in str(error)
+        return False
+
+    eventually(lambda: refused(named[0]), 60)  # the server reads its policies in its own time
+    assert [each["kind"] for each in named if not refused(each)] == []
+    apply(api, named)
+    try:
+        labelled = [merged(each, {"metadata": {"labels": {"a": "b"}}}) for each in named]
+        assert [each["kind"] for each in labelled if not refused(each)] == []
+        # The others are refused for another reason on this server: who may not delete them may not own them.
+        assert refused(merged(named[-1], OWNED))
+        with pytest.raises(RuntimeError, match=NOT_OURS):
+            api.kubectl("delete", "jobset", "theirs", "-n", "team-a", me[0])
+        # Only the operator is bound by it.
+        apply(api, labelled)
+    finally:
+        for each in named:
+            api.kubectl("delete", each["kind"], "theirs", "-n", "team-a", "--wait=false")
+
+
 def test_upgrade_brings_the_new_definition_and_keeps_jobs(
     api: ApiServer, install: Any, tmp_path: Path
 ) -> None:
@@ -508,6 +565,7 @@ def test_upgrade_brings_the_new_definition_and_keeps_jobs(
 def made(server: ApiServer) -> set[str]:
     """What is there of the release, by kind and name."""
     kinds = "deploy,sa,cm,secret,svc,role,rolebinding,netpol,pdb,lease,crd,clusterrole,clusterrolebinding"
+    kinds += ",validatingadmissionpolicy,validatingadmissionpolicybinding"
     label = "app.kubernetes.io/part-of=tracerl"
     return {*server.kubectl("get", kinds, "-A", f"--selector={label}", "-o", "name").split()}
 
