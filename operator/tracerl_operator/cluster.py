@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tracerl.api.constants import Reason
+from tracerl.api.pods import FINAL_EXIT_CODES
 from tracerl_operator import names
 from tracerl_operator.objects import JOBSET
-from tracerl_operator.pods import FINAL_EXIT_CODES
 from tracerl_operator.types import Document, Observed, Ref
 
 _MESSAGE_LENGTH = 1000

@@ -6,6 +6,7 @@ import hashlib
 
 from tracerl.api.constants import LABEL_JOB_NAME, LABEL_JOB_UID
 from tracerl.api.job import API_VERSION, GROUP, KIND, Colocation, Spec
+from tracerl.api.pods import JOB_DIRECTORY
 
 MANAGER = f"{GROUP}/operator"
 """Value of spec.managedBy that means this operator, and its name as a field manager."""
@@ -33,8 +34,6 @@ ROLLOUT_PORT, STORE_PORT, TRAINER_PORT = 8000, 8001, 8002
 RENDEZVOUS_PORT, MEETING_PORT = 29500, 29501
 USER = 65532
 
-JOB_DIRECTORY = "/etc/tracerl"
-REWARD_DIRECTORY = f"{JOB_DIRECTORY}/reward"
 CREDENTIALS_DIRECTORY = f"{JOB_DIRECTORY}/credentials"
 OUTPUT_CREDENTIALS_DIRECTORY = f"{JOB_DIRECTORY}/output-credentials"
 TOKEN_DIRECTORY = f"{JOB_DIRECTORY}/token"
@@ -42,7 +41,7 @@ RUNS_DIRECTORY = "/var/lib/tracerl"
 """Where the volume with the run's directory is mounted."""
 CACHE_DIRECTORY = "/var/cache/tracerl"
 RING_DIRECTORY = "/run/tracerl/ring"
-TOKEN_KEY, JOB_KEY, PROGRESS_KEY = "token", "job.yaml", "progress"
+TOKEN_KEY, JOB_KEY = "token", "job.yaml"
 
 _LABEL_LENGTH = 63
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from tracerl.api.constants import LABEL_JOB_NAME, LABEL_JOB_UID, LABEL_METHOD
 from tracerl.api.job import API_VERSION, KIND, Colocation, TraceRLJob
+from tracerl.api.pods import FINAL_EXIT_CODES, progress_map
 from tracerl_operator import names
 from tracerl_operator.pods import (
-    FINAL_EXIT_CODES,
     channel_template,
     config_map,
     pod_template,
@@ -42,11 +42,6 @@ CLEANING_SECONDS = 120
 def progress_ref(name: str) -> Ref:
     """The config map that trainer 0 writes its progress into."""
     return Ref("v1", "ConfigMap", progress_map(name))
-
-
-def progress_map(job: str) -> str:
-    """Name of the config map that trainer 0 writes its progress into."""
-    return f"{job}-progress"
 
 
 def wanted(

@@ -19,9 +19,9 @@ from tracerl.api.job import (
     Spec,
     Spill,
     Trainer,
-    WeightSync,
     quantity_bytes,
 )
+from tracerl.api.pods import JOB_DIRECTORY, REWARD_DIRECTORY, weights_by_disk
 from tracerl_operator import names
 from tracerl_operator.merge import PatchError, strategic_merge
 from tracerl_operator.resolve import output_claim, run_is_mounted
@@ -31,8 +31,6 @@ GPU = "nvidia.com/gpu"
 CLIQUE = "nvidia.com/gpu.clique"
 CHANNEL = "compute-domain-channel"
 """Name of the claim for a channel of the ComputeDomain within a pod."""
-FINAL_EXIT_CODES = (1, 2, 70)
-"""Exit codes of `tracerl.runtime.child` that would come back after a restart; a signal's are above 128."""
 
 _MIB, _GIB = 2**20, 2**30
 _STORE_OVERHEAD = 256 * _MIB
@@ -194,7 +192,7 @@ def _container(name: str, image: str, threads: int, port: int) -> Document:
         "name": name,
         "image": image,
         "command": ["python", "-P", "-m", f"tracerl.runtime.{name}_main"],
-        "args": [f"{names.JOB_DIRECTORY}/{names.JOB_KEY}", f"{name}-$(TRACERL_NODE_INDEX)"],
+        "args": [f"{JOB_DIRECTORY}/{names.JOB_KEY}", f"{name}-$(TRACERL_NODE_INDEX)"],
         "env": [
             {"name": "TRACERL_NODE_INDEX", "valueFrom": index},
             # A user without an entry in /etc/passwd has no home and no name.
@@ -213,7 +211,7 @@ def _container(name: str, image: str, threads: int, port: int) -> Document:
         "volumeMounts": [
             {
                 "name": "job",
-                "mountPath": f"{names.JOB_DIRECTORY}/{names.JOB_KEY}",
+                "mountPath": f"{JOB_DIRECTORY}/{names.JOB_KEY}",
                 "subPath": names.JOB_KEY,
                 "readOnly": True,
             },
@@ -258,7 +256,7 @@ def _rollout(spec: Spec, installation: Installation, domain: bool) -> Document:
         mounts.append(_ring_mount(spec))
     if records_under_run(spec):
         mounts += _run_mounts(spec)
-    elif _weights_by_disk(spec):
+    elif weights_by_disk(spec, one_machine=False):
         mounts += [{**mount, "readOnly": True} for mount in _run_mounts(spec)]
     return container
 
@@ -290,7 +288,7 @@ def _trainer(spec: Spec, installation: Installation, domain: bool) -> Document:
         }
     )
     if spec.task.source is not None and spec.task.source.config_map is not None:
-        mounts.append({"name": "reward", "mountPath": names.REWARD_DIRECTORY, "readOnly": True})
+        mounts.append({"name": "reward", "mountPath": REWARD_DIRECTORY, "readOnly": True})
     return container
 
 
@@ -321,13 +319,6 @@ def _ring_mount(spec: Spec) -> Document:
 def records_under_run(spec: Spec) -> bool:
     """Whether rollouts put frames into the run's directory, from where the trainer reads them."""
     return spec.transport.only_object and spec.transport.object.uri is None
-
-
-def _weights_by_disk(spec: Spec) -> bool:
-    """Whether rollouts read weights from the run's directory, as `tracerl.rl.rollouts` decides it."""
-    if spec.trainer.weight_sync is WeightSync.AUTO:
-        return spec.placement.colocation is Colocation.POD and spec.rollout.nodes == 1
-    return spec.trainer.weight_sync is WeightSync.DISK
 
 
 def _run_mounts(spec: Spec) -> list[Document]:

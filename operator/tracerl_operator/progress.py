@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 from pydantic import ValidationError
 
 from tracerl.api.job import INT32_MAX, Progress
-from tracerl_operator.names import PROGRESS_KEY
+from tracerl.api.pods import PROGRESS_KEY
 from tracerl_operator.times import parse_time, show_time
 from tracerl_operator.types import Document
 

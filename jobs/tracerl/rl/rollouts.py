@@ -25,8 +25,8 @@ from torch import Tensor
 
 from tracerl.api.constants import Reason
 from tracerl.api.errors import JobError
-from tracerl.api.job import Colocation, Spec, WeightSync
-from tracerl.api.resolved import EndpointFile, Endpoints, ResolvedJob
+from tracerl.api.pods import weights_by_disk
+from tracerl.api.resolved import EndpointFile, ResolvedJob
 from tracerl.engines.client import (
     Broadcaster,
     Generation,
@@ -78,14 +78,6 @@ def _passes(error: RolloutError) -> bool:
     return gone or error.status == 503 or error.reason == Reason.INTERRUPTED
 
 
-def weights_by_disk(spec: Spec, endpoints: Endpoints) -> bool:
-    """Tell whether weights travel through a directory: Auto means so on one machine and in one pod."""
-    if spec.trainer.weight_sync is WeightSync.AUTO:
-        one_pod = spec.placement.colocation is Colocation.POD and spec.rollout.nodes == 1
-        return endpoints.directory is not None or one_pod
-    return spec.trainer.weight_sync is WeightSync.DISK
-
-
 class Rollouts:
     """All replicas. Made by `open_rollouts`; every method runs in the event loop that made it."""
 
@@ -101,7 +93,8 @@ class Rollouts:
     ) -> None:
         self._endpoints = resolved.endpoints
         self._weights_directory = resolved.layout.weights
-        self._by_disk = weights_by_disk(resolved.job.spec, resolved.endpoints)
+        on_one_machine = resolved.endpoints.directory is not None
+        self._by_disk = weights_by_disk(resolved.job.spec, one_machine=on_one_machine)
         self._appear_seconds = resolved.appear_seconds
         """A rollout must answer this long after the trainer started, and after it was lost."""
         self._max_restarts = resolved.job.spec.failure_policy.max_restarts

@@ -28,12 +28,10 @@ from tracerl.api.constants import Reason
 from tracerl.api.errors import InputError, JobError
 from tracerl.api.job import AnswerFormat
 from tracerl.api.job import Task as TaskSpec
+from tracerl.api.pods import REWARD_DIRECTORY
 from tracerl.rl.rewardcode import CodeError, fetch_code
 from tracerl.rl.tokenizer import CHAIN_SUM_QUESTION
 from tracerl.transport.objects.backend import one_line
-
-REWARD_MOUNT = Path("/etc/tracerl/reward")
-"""Where `task.source.configMap` is mounted on a cluster."""
 
 _LOAD_SECONDS = 120
 """Importing reasoning-gym takes 12 s alone and far longer beside a busy trainer."""
@@ -549,13 +547,13 @@ def _reward_path(spec: TaskSpec, scratch: Path, s3: Mapping[str, str]) -> list[s
     if source is None or (source.config_map is None and source.uri is None):
         return []
     if source.config_map is not None:
-        if not REWARD_MOUNT.is_dir():
+        if not Path(REWARD_DIRECTORY).is_dir():
             raise JobError(
                 Reason.TASK_LOAD,
-                f"spec.task.source.configMap {source.config_map} is not mounted at {REWARD_MOUNT}, which "
+                f"spec.task.source.configMap {source.config_map} is not mounted at {REWARD_DIRECTORY}, which "
                 "happens on a cluster only; use task.source.uri here",
             )
-        return [str(REWARD_MOUNT)]
+        return [REWARD_DIRECTORY]
     assert source.uri is not None
     assert reward is not None
     target = scratch / "reward"

@@ -22,12 +22,10 @@ from pathlib import Path
 
 from tracerl.api.constants import Reason
 from tracerl.api.errors import InputError, JobError
+from tracerl.api.pods import EXIT_FAILED, EXIT_INPUT, EXIT_UNEXPECTED
 from tracerl.api.resolved import ResolvedJob
 from tracerl.runtime.interface import choose_interface
 from tracerl.runtime.processes import NOTE_VARIABLE, PARENT_VARIABLE, ExitNote
-
-EXIT_UNEXPECTED = 70
-"""EX_SOFTWARE of sysexits.h."""
 
 EXIT_SIGTERM = 128 + signal.SIGTERM
 """What a shell says of a process that SIGTERM ended."""
@@ -135,15 +133,15 @@ def run_process(path: Path, name: str, work: Callable[[ResolvedJob], None]) -> i
         log.info("%s of job %s starts as process %d", name, job.job.metadata.name, os.getpid())
         work(job)
     except InputError as error:
-        return _explain(Reason.INVALID_SPEC, str(error), 2)
+        return _explain(Reason.INVALID_SPEC, str(error), EXIT_INPUT)
     except JobError as error:
-        return _explain(error.reason, str(error), 1)
+        return _explain(error.reason, str(error), EXIT_FAILED)
     except Exception as error:
         log.exception("%s failed unexpectedly", name)
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             sentence = f"{name} may not open more than {limit} files; raise that with ulimit -n"
-            return _explain(Reason.CONFIGURATION, sentence, 1)
+            return _explain(Reason.CONFIGURATION, sentence, EXIT_FAILED)
         sentence = f"{name} failed unexpectedly ({type(error).__name__}: {_first_line(error)})"
         return _explain(Reason.UNEXPECTED, sentence, EXIT_UNEXPECTED)
     log.info("%s ends", name)

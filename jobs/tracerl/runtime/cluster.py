@@ -19,6 +19,7 @@ from typing import Any
 from tracerl.api.constants import Reason
 from tracerl.api.errors import JobError, TraceRLError
 from tracerl.api.job import Progress, Retention
+from tracerl.api.pods import progress_map
 from tracerl.api.resolved import ResolvedJob
 from tracerl.observe.metrics import StepExporter
 from tracerl.observe.run import Ending, parse_line
@@ -28,7 +29,7 @@ from tracerl.rl.steprecord import StartRecord, StepRecord
 from tracerl.runtime.child import EXIT_SIGTERM, at_sigterm, log_to_file
 from tracerl.runtime.display import Lines, show
 from tracerl.runtime.output import Output
-from tracerl.runtime.progress import ApiServer, ProgressReporter, progress_map, progress_of
+from tracerl.runtime.progress import ApiServer, ProgressReporter, progress_of
 from tracerl.runtime.results import write_results
 from tracerl.runtime.rundir import remove_objects, write_ending
 from tracerl.transport.base import TransportError

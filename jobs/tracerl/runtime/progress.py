@@ -21,11 +21,11 @@ from types import TracebackType
 from typing import Self
 
 from tracerl.api.job import Progress
+from tracerl.api.pods import PROGRESS_KEY
 from tracerl.rl.steprecord import StepRecord
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where the kubelet mounts the account's token, the API server's CA and the namespace."""
-PROGRESS_KEY = "progress"
 _INTERVAL_SECONDS = 5.0
 """Reports are at least so far apart."""
 _LEAST = 1e-6
@@ -35,11 +35,6 @@ _LAST_SECONDS = 10.0
 """How long the last report may hold up the end."""
 
 log = logging.getLogger(__name__)
-
-
-def progress_map(job: str) -> str:
-    """Name of the config map of a job's progress."""
-    return f"{job}-progress"
 
 
 def progress_of(step: StepRecord) -> Progress:

@@ -9,8 +9,9 @@ import json
 from collections.abc import Mapping, Set
 from typing import NamedTuple
 
+from tracerl.api.pods import PROGRESS_KEY
 from tracerl_operator.cluster import at, items
-from tracerl_operator.names import PROGRESS_KEY, ROLLOUT, TRAINER
+from tracerl_operator.names import ROLLOUT, TRAINER
 from tracerl_operator.progress import MOST_BYTES
 from tracerl_operator.shell.kinds import CONFIG_MAP, JOB, JOBSET, POD, JobKey, Kind, job_key, version
 from tracerl_operator.types import Document, Ref

@@ -15,9 +15,8 @@ from small_cluster import ALL_KINDS, APART, INSTALLATION, NODE, TOKEN, UID, job,
 
 from tracerl.api.job import TraceRLJob, quantity_bytes
 from tracerl.api.load import check
+from tracerl.api.pods import REWARD_DIRECTORY, weights_by_disk
 from tracerl.api.resolved import ResolvedJob
-from tracerl.rl.rollouts import weights_by_disk
-from tracerl.rl.tasks import REWARD_MOUNT
 from tracerl_operator.objects import cleaning_pod, wanted
 from tracerl_operator.resolve import output_place, resolve
 
@@ -396,7 +395,7 @@ def test_the_places_of_secrets_are_where_the_processes_look() -> None:
 def test_the_reward_is_mounted_where_the_trainer_looks() -> None:
     found = templates(build(**SHAPES["own reward"], **APART))
     assert volume(found["trainer"], "reward") == {"name": "reward", "configMap": {"name": "rewards"}}
-    assert mounts(containers(found["trainer"])["trainer"])[str(REWARD_MOUNT)]["readOnly"] is True
+    assert mounts(containers(found["trainer"])["trainer"])[REWARD_DIRECTORY]["readOnly"] is True
     assert volume(found["rollout"], "reward") is None
 
 
@@ -708,7 +707,7 @@ def test_weights_by_disk_have_a_disk(colocation: str, sync: str, count: int) -> 
     resolved = resolve(parsed, UID)
     rollout = next(iter(templates(build(**spec)).values()))
     mounted = any(resolved.layout.weights.is_relative_to(m) for m in mounts(containers(rollout)["rollout"]))
-    assert mounted == weights_by_disk(parsed.spec, resolved.endpoints)
+    assert mounted == weights_by_disk(parsed.spec, one_machine=False)
 
 
 def test_the_cleaning_pod_touches_this_jobs_directory_alone() -> None:

@@ -12,14 +12,12 @@ import pytest
 from live_processes import wait_until
 
 from tracerl.api.job import Progress
+from tracerl.api.pods import PROGRESS_KEY
 from tracerl.runtime.progress import (
-    PROGRESS_KEY,
     ApiServer,
     ProgressReporter,
     _decimal,
-    progress_map,
 )
-from tracerl_operator import names, objects
 
 
 class ApiServerStandIn:
@@ -102,11 +100,6 @@ def test_a_report_is_a_merge_patch_of_the_job_s_config_map(server, account):
     assert Progress.model_validate_json(body["data"]["progress"], strict=True) == progress
     assert json.loads(body["data"]["progress"])["policyVersion"] == 3
     assert json.loads(last["data"]["progress"])["step"] == 4
-
-
-def test_the_operator_reads_that_config_map():
-    assert progress_map("canary") == objects.progress_map("canary")
-    assert names.PROGRESS_KEY == PROGRESS_KEY
 
 
 def test_the_latest_one_wins_and_the_last_one_is_never_lost(server):
