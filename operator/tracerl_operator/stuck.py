@@ -32,6 +32,8 @@ from tracerl_operator.types import Document, Inquiry
 PATIENCE = timedelta(seconds=10)
 """A pod that is not made, or not started, for this long is asked about."""
 WORKLOAD = ("kueue.x-k8s.io/v1beta2", "Workload")
+_PODSET, _HOST = "kueue.x-k8s.io/podset", "kubernetes.io/hostname"
+"""Label of Kueue's pods, and the key by which it selects the node of each where a flavor has a topology."""
 _SELDOM = timedelta(minutes=1)
 _FRESH = timedelta(minutes=5)
 """Controllers and kubelets try again, and say so again, within this time."""
@@ -183,6 +185,13 @@ def _no_node(pods: list[Document]) -> Finding:
         f"{who} for a node: {said}; it starts when a node fits: add such nodes, or suspend the job and ask "
         "for less"
     )
+    by_kueue = at(pods[0], "metadata", "labels", _PODSET) and at(pods[0], "spec", "nodeSelector", _HOST)
+    if by_kueue and "affinity rules" in said:
+        message = (
+            f"{who} for the node that Kueue chose: {said}; a topology of Kueue knows nothing of pods that "
+            "must share a node or must not: name a queue whose flavors have no topology, or use colocation "
+            "Pod with pods that fill a node"
+        )
     return Finding(Reason.UNSCHEDULABLE, clean_text(message))
 
 

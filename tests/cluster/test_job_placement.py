@@ -160,33 +160,43 @@ def quota(gpus: int, local: str, topology: bool) -> list[Document]:
     ]
 
 
-@pytest.fixture(params=[False, True], ids=["quota", "topology"])
-def queue(trial: Trial, kueue: Cluster, request: pytest.FixtureRequest) -> Iterator[Trial]:
+@pytest.fixture
+def topology() -> bool:
+    """Whether the queue's flavor has one, of cliques and hosts."""
+    return True
+
+
+@pytest.fixture
+def queue(trial: Trial, kueue: Cluster, topology: bool) -> Iterator[Trial]:
     """A namespace with the queue `queue`, of 16 GPUs."""
     name = trial.namespace.name
-    documents = quota(16, name, request.param)
+    documents = quota(16, name, topology)
     trial.namespace.wait_for(lambda: trial.namespace.apply(documents) or True, "Kueue's webhook", 90)
     yield trial
     for document in documents[:-1]:
         kueue.kubectl("delete", document["kind"], name, "--wait=false")
 
 
-def test_of_two_jobs_that_do_not_both_fit_one_waits_whole(queue: Trial) -> None:
+@pytest.mark.parametrize(("colocation", "topology"), [("Node", False), ("Pod", False), ("Pod", True)])
+def test_of_two_jobs_that_do_not_both_fit_one_waits_whole(queue: Trial, colocation: str) -> None:
     # Twelve GPUs each of sixteen: half of the second would fit.
-    placement = {"colocation": "Node", "queue": "queue"}
+    placement = {"colocation": colocation, "queue": "queue"}
+    count = 8 if colocation == "Node" else 4
     queue.start("first", on_gb200(2, 1, nodes=4), {"placement": placement})
-    where = places(queue, 8, "first")
+    where = places(queue, count, "first")
     queue.start("second", on_gb200(2, 1, nodes=4), {"placement": placement})
     queue.wait_for("Queued", "queue", "nvidia.com/gpu", seconds=90, name="second")
     assert queue.status("second")["summary"] == "Queued"
     assert condition(queue.status("second"), "Suspended")["status"] == "True"
     assert not queue.pods("second")
-    assert places(queue, 8, "first") == where
+    assert places(queue, count, "first") == where
     # The first gives its nodes back, and the second has them all.
     queue.namespace.patch("trj", "first", {"spec": {"suspend": True}})
     queue.namespace.wait_for(lambda: _gone(queue, "first"), "the end of the first job's pods", 120)
-    again = places(queue, 8, "second")
-    assert all(again["trainer", str(index)] == again["rollout", str(index)] for index in range(4))
+    again = places(queue, count, "second")
+    assert len(set(again.values())) == 4
+    if colocation == "Node":
+        assert all(again["trainer", str(index)] == again["rollout", str(index)] for index in range(4))
     queue.wait(lambda status: status["summary"] == "Suspended", "suspended", 90, "first")
 
 
@@ -198,14 +208,16 @@ def _gone(trial: Trial, job: str) -> bool:
     return not trial.pods(job) and trial.namespace.find("jobset", job) is None
 
 
-def test_a_queue_places_a_job_in_one_clique(trial: Trial, kueue: Cluster) -> None:
-    name = trial.namespace.name
-    documents = quota(16, name, topology=True)
-    trial.namespace.wait_for(lambda: trial.namespace.apply(documents) or True, "Kueue's webhook", 90)
+def test_a_queue_places_a_job_in_one_clique(queue: Trial) -> None:
     placement = {"colocation": "Pod", "queue": "queue", "topology": {"required": CLIQUE}}
-    trial.start("job", on_gb200(2, 2), {"placement": placement})
-    where = places(trial, 2)
+    queue.start("job", on_gb200(2, 2), {"placement": placement})
+    where = places(queue, 2)
     assert len(cliques(where)) == 1
     assert where["node", "0"] != where["node", "1"]
-    for document in documents[:-1]:
-        kueue.kubectl("delete", document["kind"], name, "--wait=false")
+
+
+def test_a_topology_that_cannot_keep_pairs_together_is_named(queue: Trial) -> None:
+    """Kueue chooses a host for each pod, as if there were no affinity: two rollouts of two GPUs share one."""
+    placement = {"colocation": "Node", "queue": "queue"}
+    queue.start("job", on_gb200(2, 1, nodes=4), {"placement": placement})
+    queue.wait_for("Unschedulable", "topology of Kueue", "colocation Pod", seconds=90)

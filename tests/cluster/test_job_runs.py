@@ -232,14 +232,16 @@ def test_a_node_ring_is_removed_with_its_job(namespaces: Callable[..., Namespace
     namespace.wait_for(lambda: not left(namespace), "the end of everything", 60)
 
 
+def roles(namespace: Namespace) -> set[str]:
+    """Roles of the pods that are there; those of rollouts go when the job is complete."""
+    return {pod["metadata"]["labels"]["tracerl.dev/role"] for pod in namespace.pods()}
+
+
 def test_roles_apart_with_records_and_results_in_an_object_store(namespace: Namespace, s3: Any) -> None:
     store = Store(s3, namespace)
     uid = start(namespace, store.output, store.records, {"placement": {"colocation": "None"}})
+    namespace.wait_for(lambda: roles(namespace) == {"rollout", "trainer"}, "a pod of each role", QUICK)
     job = namespace.wait_for_job("small", seconds=QUICK)
-    assert {pod["metadata"]["labels"]["tracerl.dev/role"] for pod in namespace.pods()} == {
-        "rollout",
-        "trainer",
-    }
     check_files(store.files(namespace), steps=4)
     records = store.keys(f"records/{uid}/")
     assert records

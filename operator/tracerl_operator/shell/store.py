@@ -154,7 +154,8 @@ def _slim(kind: Kind, document: Document) -> Document:
     if kind is CONFIG_MAP:
         return _slim_map(slim)
     if kind is POD:
-        slim["spec"] = {"nodeName": at(document, "spec", "nodeName")}
+        spec = document.get("spec")
+        slim["spec"] = {key: at(spec, key) for key in ("nodeName", "nodeSelector") if at(spec, key)}
     elif kind is JOBSET:
         jobs = [
             {"name": at(job, "name"), "template": {"spec": _without(at(job, "template", "spec"), "template")}}

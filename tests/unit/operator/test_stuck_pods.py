@@ -142,6 +142,20 @@ def test_several_pods_that_wait_are_one_sentence() -> None:
     assert "canary-node-0-0-abcde and 2 more wait for a node" in c.message("Ready")
 
 
+def test_a_node_that_kueue_chose_is_told_from_one_that_is_lacking() -> None:
+    c = started(placement={"queue": "team"})
+    (pod,) = c.observed.pods
+    pod["metadata"]["labels"]["kueue.x-k8s.io/podset"] = "node"
+    pod["status"] = unplaced("0/5 nodes are available: 1 node(s) didn't match pod anti-affinity rules")
+    c.jobset["spec"]["suspend"] = False
+    c.settle()
+    assert "ask for less" in c.message("Ready")
+    pod["spec"] = {"nodeSelector": {"kubernetes.io/hostname": "n1"}}
+    c.settle()
+    assert c.conditions()["Ready"] == "False Unschedulable"
+    assert "whose flavors have no topology, or use colocation Pod" in c.message("Ready")
+
+
 # -- what only events say ---------------------------------------------------------------------------------
 
 
