@@ -353,6 +353,7 @@ def test_operator_may_do_what_jobs_need(api: ApiServer, install: Any, name: str,
     values = merged(RENDERINGS[name], {"jobPodMonitor": {"enabled": True}, "serviceAccount": {"name": "op"}})
     install(values)
     api.kubectl("label", "ns", team, "pod-security.kubernetes.io/enforce=privileged", "--overwrite")
+    let_in(api, "op", team)
     me = ("--as=system:serviceaccount:tracerl-system:op", "--field-manager=tracerl.dev/operator")
     installation = replace(INSTALLATION, network_policy=name == "everything")
     namespaced = "-n", team, *me[:1]
@@ -395,6 +396,11 @@ def may(server: ApiServer, account: str, verb: str, what: str, namespace: str = 
     review = server.request("POST", "/apis/authorization.k8s.io/v1/subjectaccessreviews", body)
     allowed: bool = review["status"]["allowed"]
     return allowed
+
+
+def let_in(server: ApiServer, account: str, namespace: str) -> None:
+    """Wait until the server knows what was granted: it reads roles and policies in its own time."""
+    eventually(lambda: may(server, account, "create", "configmaps", namespace), 60)
 
 
 NEEDED = [
@@ -447,6 +453,7 @@ OPTIONAL = {
 def test_rights_of_the_default_installation(api: ApiServer, install: Any) -> None:
     install({})
     account = "tracerl-operator"
+    let_in(api, account, "team-a")
     assert [one for one in NEEDED if not may(api, account, *one, "team-a")] == []
     assert [one for one in REFUSED if may(api, account, *one, "team-a")] == []
     lease = "leases.coordination.k8s.io"
@@ -457,6 +464,7 @@ def test_rights_of_the_default_installation(api: ApiServer, install: Any) -> Non
 @pytest.mark.parametrize("name", OPTIONAL)
 def test_rights_of_what_is_switched_on(api: ApiServer, install: Any, name: str) -> None:
     install(RENDERINGS[name])
+    let_in(api, "tracerl-operator", "team-a")
     given = [one for one in REFUSED if may(api, "tracerl-operator", *one, "team-a")]
     assert given == OPTIONAL[name]
 
@@ -465,6 +473,7 @@ def test_rights_end_at_the_watched_namespaces(api: ApiServer, install: Any) -> N
     install(RENDERINGS["namespaces"])
     account = "tracerl-operator"
     for team in TEAMS:
+        let_in(api, account, team)
         assert [one for one in NEEDED if not may(api, account, *one, team)] == []
         assert [one for one in REFUSED if may(api, account, *one, team)] == []
     for namespace in ("default", "kube-system", SYSTEM, ""):
@@ -473,6 +482,7 @@ def test_rights_end_at_the_watched_namespaces(api: ApiServer, install: Any) -> N
 
 def test_operator_cannot_grant_what_it_has_not(api: ApiServer, install: Any) -> None:
     install({})
+    let_in(api, "tracerl-operator", "team-a")
     role = {
         "apiVersion": "rbac.authorization.k8s.io/v1",
         "kind": "Role",
@@ -523,7 +533,8 @@ def test_operator_of_the_whole_cluster_writes_nothing_that_no_job_owns(api: ApiS
             return NOT_OURS in str(error)
         return False
 
-    eventually(lambda: refused(named[0]), 60)  # the server reads its policies in its own time
+    let_in(api, "tracerl-operator", "team-a")
+    eventually(lambda: refused(named[0]), 60)
     assert [each["kind"] for each in named if not refused(each)] == []
     apply(api, named)
     try:
