@@ -21,7 +21,8 @@ from torch import Tensor
 from tracerl.api.job import DType, Spec, TraceRLJob
 from tracerl.api.model import BUILTIN_MODELS, ModelShape
 from tracerl.engines.client import Generation, Sampling
-from tracerl.engines.reference.capture import CaptureHooks, Destination, FrameWriter, RowBuffer
+from tracerl.engines.frames import Destination, FrameWriter
+from tracerl.engines.reference.capture import CaptureHooks, RowBuffer
 from tracerl.engines.reference.model import KVCache, MoEModel
 from tracerl.engines.reference.scheduler import Broken, Finished, Request, Scheduler
 from tracerl.engines.reference.trainer import ReferenceTrainer

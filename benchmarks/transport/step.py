@@ -34,7 +34,8 @@ import torch
 from tracerl.api.job import Spec
 from tracerl.api.model import ModelShape
 from tracerl.engines.base import Batch, Trajectory
-from tracerl.engines.reference.capture import CaptureHooks, Destination, FrameWriter, RowBuffer
+from tracerl.engines.frames import Destination, FrameWriter
+from tracerl.engines.reference.capture import CaptureHooks, RowBuffer
 from tracerl.engines.reference.model import KVCache, MoEModel
 from tracerl.engines.reference.scheduler import Broken, Finished, Request, Scheduler
 from tracerl.engines.reference.trainer import ReferenceTrainer

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from tracerl.api.job import Reprefill, Spec
 from tracerl.api.model import ModelShape
-from tracerl.engines.reference.capture import CaptureHooks, Destination, FrameWriter, RowBuffer
+from tracerl.engines.frames import Destination, FrameWriter
+from tracerl.engines.reference.capture import CaptureHooks, RowBuffer
 from tracerl.engines.reference.model import KVCache, MoEModel
 from tracerl.engines.reference.scheduler import Broken, Finished, Request, Scheduler
 from tracerl.engines.reference.weights import RolloutWeights, hf_views, initialise

@@ -11,17 +11,16 @@ from hypothesis import strategies as st
 
 from tracerl.api.job import Reprefill, Spec
 from tracerl.api.model import ModelShape
-from tracerl.engines.reference.capture import (
+from tracerl.engines.capture import Captured
+from tracerl.engines.frames import (
     NO_ZERO_BLOCKS,
-    Captured,
-    CaptureHooks,
     Destination,
     FrameRows,
     FrameWriter,
-    RowBuffer,
     TrajectoryFrames,
     frame_ranges,
 )
+from tracerl.engines.reference.capture import CaptureHooks, RowBuffer
 from tracerl.methods import plan
 from tracerl.numerics import NonFiniteError, dequantize, quantize
 from tracerl.records.frame import decode_frame

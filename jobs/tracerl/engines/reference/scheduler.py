@@ -23,48 +23,18 @@ import torch
 from torch import Tensor
 
 from tracerl.api.constants import Reason
-from tracerl.engines.reference.capture import (
-    CaptureHooks,
-    FrameRows,
-    FrameWriter,
-    RowBuffer,
-    SavedRows,
-    TrajectoryFrames,
-    frame_ranges,
-)
+from tracerl.engines.frames import FrameRows, FrameWriter, TrajectoryFrames, frame_ranges
+from tracerl.engines.reference.capture import CaptureHooks, RowBuffer, SavedRows
 from tracerl.engines.reference.model import Decode, KVCache, MoEModel, Prefill
 from tracerl.engines.reference.sampling import sample, uniform
+from tracerl.engines.rollout_http import Broken, Finished
 from tracerl.numerics import NonFiniteError
-from tracerl.records.pairing import RecordEntry
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 # Bounds the activations of one prefill; longer queues are prefilled in several steps.
 _PREFILL_TOKENS = 16_384
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A request that came to an end; `finish_reason` as in SGLang: type stop, length or abort."""
-
-    tokens: list[int]
-    logp: list[float]
-    finish_reason: dict[str, Any]
-    spans: list[tuple[int, int, int]]
-    """(version, start, end) over `tokens`."""
-    entries: list[RecordEntry]
-    seconds: dict[str, float]
-    """capture, pack, put: CPU time that recording this trajectory took. Threads wait for each other, so wall
-    time of one would hold that of the other."""
-
-
-@dataclass(frozen=True)
-class Broken:
-    """A request that will never end, because the engine failed or stops."""
-
-    reason: str
-    message: str
 
 
 _STOPPED = Broken(Reason.INTERRUPTED, "the rollout is being stopped")

@@ -19,8 +19,9 @@ from tracerl.api.errors import InputError
 from tracerl.api.job import DType, Optimizer, Spec, TensorScaleRule
 from tracerl.api.model import ModelShape
 from tracerl.engines.base import Batch, EngineStats, Loss
+from tracerl.engines.guided import MicroBatch, Treatments
 from tracerl.engines.reference.model import MoEModel, PlainHooks, WholeSequences
-from tracerl.engines.reference.quantised import CheckingHooks, MicroBatch, TrainerHooks, quantise_experts
+from tracerl.engines.reference.quantised import TrainerHooks, quantise_experts
 from tracerl.engines.reference.weights import copy_weights, hf_views, initialise
 from tracerl.methods import plan
 from tracerl.numerics import NonFiniteError
@@ -169,25 +170,24 @@ class ReferenceTrainer:
         started = time.perf_counter()
         micro = MicroBatch(batch.trajectories, self._table, self._audit_table, self._device)
         self._stats.unpack_seconds += time.perf_counter() - started
-        hooks = TrainerHooks(
-            self.shape, self._plan, self.spec.quantization, micro, self._stats, guided=guided, version=version
-        )
+        how = (self._plan, self.spec.quantization, micro, self._stats)
+        treatments = Treatments(*how, guided=guided, version=version)
         attention = WholeSequences(self.shape, micro.lengths, self._device)
         model = self._working.model
-        hidden_NH = model(micro.tokens_N, attention, hooks)
+        hidden_NH = model(micro.tokens_N, attention, TrainerHooks(self.shape, treatments))
         logits_MV = model.logits(hidden_NH.index_select(0, micro.predicting_M)) / temperature
         logp_M = -functional.cross_entropy(logits_MV, micro.targets_M, reduction="none")
         if not bool(logp_M.isfinite().all()):
-            self._explain(micro, hooks)
+            self._explain(micro, Treatments(*how, guided=guided, version=version, check=True))
         batch_size, width = micro.size
         logp = logp_M.new_zeros(batch_size * width).index_put((micro.places_M,), logp_M)
         return logp.view(batch_size, width)
 
     @torch.no_grad()
-    def _explain(self, micro: MicroBatch, hooks: TrainerHooks) -> None:
+    def _explain(self, micro: MicroBatch, treatments: Treatments) -> None:
         """Find the first site that is not finite, by a second forward pass; always raises."""
         attention = WholeSequences(self.shape, micro.lengths, self._device)
-        self._working.model(micro.tokens_N, attention, CheckingHooks(hooks))
+        self._working.model(micro.tokens_N, attention, TrainerHooks(self.shape, treatments))
         raise NonFiniteError("the logits")
 
     def supervised_step(self, tokens: Tensor, loss_mask: Tensor) -> float:

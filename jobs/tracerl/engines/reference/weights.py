@@ -7,7 +7,6 @@ exporting and receiving all go through the views it gives.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from tracerl.api.errors import InputError
 from tracerl.api.job import Quantization
 from tracerl.api.model import ModelShape
 from tracerl.api.resolved import write_atomically
+from tracerl.engines.hf import check_weights, initial_weights
 from tracerl.engines.reference.model import MoEModel
 from tracerl.engines.reference.quantised import quantise_experts
 from tracerl.methods import MethodPlan
@@ -60,54 +60,19 @@ def hf_views(shape: ModelShape, parameters: Mapping[str, Tensor]) -> dict[str, T
 
 @torch.no_grad()
 def initialise(shape: ModelShape, parameters: Mapping[str, Tensor], seed: int) -> None:
-    """Fill parameters from a seed: the same values on every machine, whatever dtype they are stored in.
-
-    Norms 1, embedding of unit variance, matrices of variance 1 / fan-in, and those that write to the residual
-    stream smaller by sqrt(2 * layers), so that its variance does not grow with depth.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    for name, view in sorted(hf_views(shape, parameters).items()):
-        if view.ndim == 1:
-            view.fill_(1.0)
-            continue
-        deviation = 1.0 if name.startswith("model.embed") else 1 / math.sqrt(view.shape[1])
-        if "o_proj" in name or "down_proj" in name:
-            deviation /= math.sqrt(2 * shape.layers)
-        view.copy_(torch.randn(view.shape, generator=generator) * deviation)
+    """Fill parameters with `initial_weights`, in whatever dtype they are stored."""
+    views = hf_views(shape, parameters)
+    for name, value in initial_weights(shape, seed):
+        views[name].copy_(value)
 
 
 @torch.no_grad()
 def copy_weights(views: Mapping[str, Tensor], tensors: Mapping[str, Tensor], where: str) -> None:
     """Copy named tensors into all of `views`: nothing left out, nothing left over, or nothing copied.
 
-    InputError names `where` and a tensor that is unknown, missing, of another shape, not of floating point or
-    not finite.
+    InputError as of `check_weights`.
     """
-    for name, tensor in tensors.items():
-        view = views.get(name)
-        if view is None:
-            raise InputError(
-                f"{where}: the model of this config.json has no tensor {name}; use the config.json and the "
-                "weights of one model"
-            )
-        if tensor.shape != view.shape:
-            raise InputError(
-                f"{where}: tensor {name} has shape {list(tensor.shape)}, but config.json asks for "
-                f"{list(view.shape)}; use the config.json and the weights of one model"
-            )
-        if not tensor.is_floating_point():
-            raise InputError(
-                f"{where}: tensor {name} holds {str(tensor.dtype).removeprefix('torch.')}, but the Reference "
-                "engine reads floating-point weights only; export the model unquantised"
-            )
-        if not bool(tensor.isfinite().all()):
-            raise InputError(
-                f"{where}: tensor {name} holds NaN or Inf; take weights from before that happened"
-            )
-    missing = [name for name in views if name not in tensors]
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise InputError(f"{where}: tensor {missing[0]}{more} is missing; write all weights of the model")
+    check_weights({name: tuple(view.shape) for name, view in views.items()}, tensors, where)
     for name, view in views.items():
         view.copy_(tensors[name])
 

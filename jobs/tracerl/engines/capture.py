@@ -1,0 +1,325 @@
+"""Codes on their way through a rollout's model: quantised at the sites of the plan, packed as the table says.
+
+`SiteCapture` is fed by whatever hooks an engine has, once a site and forward pass, and gives the rows of the
+pass; `merge_rows` decides which of two rows counts after a sequence was prefilled again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tracerl.api.job import Quantization, Reprefill, RoundingOrder
+from tracerl.engines.frames import NO_ZERO_BLOCKS, ZeroBlocks
+from tracerl.methods import MethodPlan, Treatment
+from tracerl.numerics import (
+    BlockFormat,
+    NonFiniteError,
+    Quantized,
+    fake_quantize,
+    quantize,
+    quantize_dequantize,
+)
+from tracerl.records.rows import pack_routes, pack_rows
+from tracerl.records.sites import BLOCK_FORMATS, Site, SiteKind, SiteTable
+
+_NO_ROW_BYTES = torch.empty((0,), dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """Rows uint8 [N, bytes a row] of one forward pass; zero blocks count rows within it."""
+
+    rows: Tensor
+    zero_blocks: ZeroBlocks
+
+
+@dataclass(frozen=True)
+class HeldSite:
+    """A site as one tensor-parallel rank has it: fewer heads, and only if it writes any of them."""
+
+    index: int
+    """Position in the table."""
+    site: Site
+    """With the rank's own dim and groups."""
+    first_block: int
+    """Its first block, counted in the whole site."""
+
+
+def held_sites(table: SiteTable, part: int = 0, parts: int = 1) -> list[HeldSite]:
+    """Give the sites that rank `part` of `parts` writes, in the order of the table."""
+    held = []
+    for piece in table.select(part, parts) if table.sites else ():
+        whole = table.sites[piece.site]
+        groups, width = piece.stop - piece.start, whole.dim // whole.groups
+        site = replace(whole, dim=groups * width, groups=groups)
+        held.append(HeldSite(piece.site, site, piece.start * width // whole.block if whole.block else 0))
+    return held
+
+
+class _Packer:
+    """Collects the values of a table's sites during one forward pass and packs alike sites together.
+
+    One call for all layers instead of one a layer: with the few rows of a decode step, calls take the time.
+    """
+
+    def __init__(self, held: Sequence[HeldSite], fmt: BlockFormat, order: RoundingOrder) -> None:
+        self._format, self._order = fmt, order
+        self._places = np.array([[one.index, one.first_block] for one in held], np.int64).reshape(-1, 2)
+        groups: dict[Site, list[int]] = {}
+        for index, one in enumerate(held):
+            # Keys and values of one width pack alike.
+            kind = SiteKind.KEY if one.site.kind is SiteKind.VALUE else one.site.kind
+            groups.setdefault(replace(one.site, layer=0, kind=kind), []).append(index)
+        self._groups = list(groups.items())
+        self.values: list[Quantized | Tensor | None] = [None] * len(held)
+        """By site: its codes, or the values [rows, dim] that codes are still to be made of; or expert ids."""
+
+    def pack(self, rows: int) -> Captured:
+        """Pack what `values` holds for `rows` rows, and forget it."""
+        pieces: list[Tensor] = [_NO_ROW_BYTES] * len(self.values)
+        zero: list[ZeroBlocks] = []
+        for site, members in self._groups:
+            values = [self.values[index] for index in members]
+            tensors = [value for value in values if isinstance(value, Tensor)]
+            if site.kind is SiteKind.ROUTES:
+                packed = pack_routes(site, torch.cat(tensors))
+            else:
+                if tensors:
+                    whole = quantize(torch.cat(tensors), self._format, order=self._order)
+                else:
+                    whole = _joined([value for value in values if isinstance(value, Quantized)])
+                packed, found = pack_rows(site, whole)
+                if len(found):
+                    place, block = found.numpy().T
+                    index, first = self._places[np.array(members)[place // rows]].T
+                    zero.append(np.stack([place % rows, index, first + block], axis=1))
+            for index, piece in zip(members, packed.view(len(members), rows, -1).unbind(), strict=True):
+                pieces[index] = piece
+        self.values = [None] * len(self.values)
+        out = torch.cat(pieces, dim=1) if pieces else torch.empty((rows, 0), dtype=torch.uint8)
+        return Captured(out, by_row(np.concatenate(zero)) if zero else NO_ZERO_BLOCKS)
+
+
+def _joined(parts: Sequence[Quantized]) -> Quantized:
+    """Rows of one tensor scale and format one below the other."""
+    codes, scales = torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts])
+    return Quantized(codes, scales, parts[0].tensor_scale, parts[0].fmt)
+
+
+def by_row(zero_blocks: ZeroBlocks) -> ZeroBlocks:
+    """Sort by row, leaving the order within one as it is."""
+    return zero_blocks[np.argsort(zero_blocks[:, 0], kind="stable")]
+
+
+@dataclass(frozen=True)
+class _SiteUse:
+    """What the rollout does at one site: `record` and `audit` are indices into the two tables."""
+
+    name: str
+    quantized: bool
+    record: int | None
+    audit: int | None
+
+
+class SiteCapture:
+    """Rounds to nearest where the method says so; keeps codes, scales and expert ids of recorded sites."""
+
+    def __init__(
+        self,
+        layers: int,
+        plan: MethodPlan,
+        quantization: Quantization,
+        table: SiteTable,
+        audit_table: SiteTable | None,
+        *,
+        part: int = 0,
+        parts: int = 1,
+    ) -> None:
+        """`audit_table` None: no trajectory is audited. `part` of `parts`: see `held_sites`."""
+        self._format = BLOCK_FORMATS[quantization.format]
+        self._order = quantization.order
+        self._extra = _share_of_recording(self._format, self._order)
+        held = held_sites(table, part, parts)
+        audited = [] if audit_table is None else held_sites(audit_table, part, parts)
+        self._record = _Packer(held, self._format, self._order)
+        self._audit = None if audit_table is None else _Packer(audited, self._format, self._order)
+        self._audited: Tensor | slice | None = None
+        self.capture_seconds = 0.0
+        """What recording took in addition to rounding, over all passes."""
+        self.pack_seconds = 0.0
+        record_at = {(one.site.layer, one.site.kind): index for index, one in enumerate(held)}
+        audit_at = {(one.site.layer, one.site.kind): index for index, one in enumerate(audited)}
+        self._uses = {
+            (layer, kind): _SiteUse(
+                name=f"layer {layer} {kind}",
+                quantized=plan.site(layer, kind).rollout is Treatment.RTN,
+                record=record_at.get((layer, kind)),
+                audit=audit_at.get((layer, kind)),
+            )
+            for layer in range(layers)
+            for kind in SiteKind
+        }
+        self.rounds_fc2 = any(self._uses[layer, SiteKind.FC2_INPUT].quantized for layer in range(layers))
+        """Whether the experts' second input is quantised."""
+
+    def begin(self, audited: Tensor | slice | None) -> None:
+        """Start forward passes; `audited` are the rows that are audited, int64 [A] or a slice."""
+        self._audited = audited if self._audit is not None else None
+
+    def finish(self, rows: int) -> tuple[Captured, Captured | None]:
+        """Rows [rows, …] of the site table and, when rows are audited, [A, …] of the audit table."""
+        started = time.thread_time()
+        record = self._record.pack(rows)
+        audit = None
+        if self._audit is not None and self._audited is not None:
+            some = self._audited
+            audit = self._audit.pack(len(range(rows)[some]) if isinstance(some, slice) else len(some))
+        self.pack_seconds += time.thread_time() - started
+        return record, audit
+
+    def reset(self) -> None:
+        """Forget what a forward pass that failed has left."""
+        for packer in (self._record, self._audit):
+            if packer is not None:
+                packer.values = [None] * len(packer.values)
+
+    def expert_input(self, layer: int, x: Tensor) -> Tensor:
+        """Quantise the routed experts' input."""
+        return self._round(self._uses[layer, SiteKind.EXPERT_INPUT], x)
+
+    def key_value(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Quantise keys and values, in one call: what a method does with the ones it does with the others."""
+        key, value = self._uses[layer, SiteKind.KEY], self._uses[layer, SiteKind.VALUE]
+        if not key.quantized:
+            return k, v
+        try:
+            out_k, out_v = self._quantise((key, value), torch.cat([k, v])).chunk(2)
+        except NonFiniteError:  # which of the two?
+            return self._round(key, k), self._round(value, v)
+        self._keep_audited(key, k)
+        self._keep_audited(value, v)
+        return out_k, out_v
+
+    def fc2_input(self, layer: int, x: Tensor) -> Tensor:
+        """Quantise the experts' second input [N, top_k * expert_hidden], slots in the order of the ids."""
+        return self._round(self._uses[layer, SiteKind.FC2_INPUT], x)
+
+    def routes(self, layer: int, ids: Tensor) -> None:
+        """Keep the experts [N, top_k] that were chosen."""
+        use = self._uses[layer, SiteKind.ROUTES]
+        if use.record is not None:
+            self._record.values[use.record] = ids
+
+    def _round(self, use: _SiteUse, x: Tensor) -> Tensor:
+        if not use.quantized:
+            return x
+        out = self._quantise((use,), x)
+        self._keep_audited(use, x)
+        return out
+
+    def _quantise(self, uses: Sequence[_SiteUse], x: Tensor) -> Tensor:
+        """Round the values of sites, one below the other in x, and keep the codes if they are recorded."""
+        recorded = [use.record for use in uses if use.record is not None]
+        if not recorded:
+            return fake_quantize(x, self._format, order=self._order, site=uses[0].name)
+        started = time.thread_time()
+        quantized, out = quantize_dequantize(x, self._format, order=self._order, site=uses[0].name)
+        if len(uses) == 1:
+            self._record.values[recorded[0]] = quantized
+        else:
+            codes, scales = quantized.codes.chunk(len(uses)), quantized.scales.chunk(len(uses))
+            for index, part, scale in zip(recorded, codes, scales, strict=True):
+                self._record.values[index] = replace(quantized, codes=part, scales=scale)
+        self.capture_seconds += self._extra * (time.thread_time() - started)
+        return out
+
+    def _keep_audited(self, use: _SiteUse, x: Tensor) -> None:
+        if self._audit is not None and self._audited is not None and use.audit is not None:
+            # Blocks do not look beyond their row, so a few rows alone give the codes that they had among all.
+            self._audit.values[use.audit] = x[self._audited]
+
+
+def _share_of_recording(fmt: BlockFormat, order: RoundingOrder) -> float:
+    """Share of quantising to codes and back that rounding alone would not take, on this machine now.
+
+    The rollout rounds with or without records, so only this share is their cost.
+    """
+    x = torch.linspace(-3, 3, 64 * 1024).view(-1, 16 * fmt.block)
+
+    def seconds(function: Callable[[], object]) -> float:
+        started = time.thread_time()
+        function()
+        return time.thread_time() - started
+
+    # In turns, so that a machine that is busy for a while slows down both.
+    pairs = [
+        (
+            seconds(lambda: fake_quantize(x, fmt, order=order)),
+            seconds(lambda: quantize_dequantize(x, fmt, order=order)),
+        )
+        for _ in range(20)
+    ]
+    rounding, recording = min(pair[0] for pair in pairs), min(pair[1] for pair in pairs)
+    return max(0.0, 1 - rounding / recording)
+
+
+# -- rows that were computed twice ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MergeRule:
+    """Which of two rows counts, byte by byte, after a sequence was prefilled again."""
+
+    reprefill: Reprefill
+    kv_column: npt.NDArray[np.bool_]
+    """bool [bytes a row]: whether the byte is of keys or values."""
+    kv_site: Mapping[int, bool]
+    """By position in the table."""
+
+    @classmethod
+    def of(cls, held: Sequence[HeldSite], reprefill: Reprefill) -> MergeRule:
+        """Make the rule for rows of these sites."""
+        kv = [one.site.kind in {SiteKind.KEY, SiteKind.VALUE} for one in held]
+        widths = [one.site.row_bytes for one in held]
+        columns = np.repeat(np.array(kv, np.bool_), widths)
+        return cls(reprefill, columns, {one.index: flag for one, flag in zip(held, kv, strict=True)})
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows uint8 [n, bytes a row] with their versions int32 [n] and zero blocks."""
+
+    rows: npt.NDArray[np.uint8]
+    versions: npt.NDArray[np.int32]
+    zero_blocks: ZeroBlocks
+
+
+def merge_rows(rule: MergeRule, saved: Rows, new: Rows, version: int) -> Rows:
+    """Merge what a sequence had before with the same n rows prefilled again by `version`.
+
+    Rows that `version` computed before: inputs keep the first row, keys and values the last, which is the
+    one that later tokens attend. Rows of older versions: kept (AsSampled) or replaced (AsAttended).
+    """
+    n = len(saved.rows)
+    again = saved.versions == version
+    kept = ~again if rule.reprefill is Reprefill.AS_SAMPLED else np.zeros(n, np.bool_)
+    from_saved = kept[:, None] | (again[:, None] & ~rule.kv_column)
+    rows = np.where(from_saved, saved.rows, new.rows)
+    versions = np.where(kept, saved.versions, new.versions)
+
+    def chosen(zero: ZeroBlocks, *, of_saved: bool) -> ZeroBlocks:
+        if not len(zero):
+            return zero
+        is_kv = np.array([rule.kv_site[site] for site in zero[:, 1].tolist()], np.bool_)
+        wanted: ZeroBlocks = zero[(kept[zero[:, 0]] | (again[zero[:, 0]] & ~is_kv)) == of_saved]
+        return wanted
+
+    parts = (chosen(saved.zero_blocks, of_saved=True), chosen(new.zero_blocks, of_saved=False))
+    return Rows(rows, versions, by_row(np.concatenate(parts)))
