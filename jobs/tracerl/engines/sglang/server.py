@@ -1,0 +1,576 @@
+"""SGLang behind `rollout_http`: the engine's processes, and what became of requests' records in them.
+
+The front, the tokenizer manager and this module share one event loop; schedulers are SGLang's own processes,
+in which `plugin` records. An answer is complete when every scheduler said that its frames can be read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tracerl.api.constants import METRICS, Reason, Role
+from tracerl.api.errors import InputError, JobError
+from tracerl.api.model import ModelShape, model_shape
+from tracerl.api.resolved import ResolvedJob
+from tracerl.engines.rollout_http import (
+    NOT_BEGUN,
+    Ask,
+    Broken,
+    Finished,
+    RolloutFront,
+    Shipment,
+    WeightMeeting,
+    no_group,
+    no_meeting,
+    other_version,
+    serve_until_stopped,
+    still_running,
+)
+from tracerl.engines.sglang.channel import SOCKET_VARIABLE, PluginError, ServerEnd
+from tracerl.engines.sglang.plugin import JOB_VARIABLE, NAME_VARIABLE, failure_file
+from tracerl.engines.sglang.seams import CALLED, HOOKED, check_seams, check_version
+from tracerl.engines.sglang.settings import engine_arguments, refuse
+from tracerl.records.pairing import RecordEntry
+from tracerl.records.sites import site_table
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+_HELLO_SECONDS = 30.0
+"""For what schedulers sent before they said that they are ready."""
+_ABORTED = {"type": "abort", "message": "the request was aborted"}
+
+
+class _Update:
+    """An open weight update."""
+
+    def __init__(self) -> None:
+        self.version: int | None = None
+        self.resume = False
+        """Whether generation is to go on when it ends."""
+
+
+class SGLangServer:
+    """One rollout: the backend of its `front`."""
+
+    def __init__(self, resolved: ResolvedJob, index: int, shape: ModelShape, directory: Path) -> None:
+        """Start SGLang's processes, which takes a minute or two; `directory` is this server's own."""
+        spec = resolved.job.spec
+        self._table = site_table(shape, spec)
+        self.front = RolloutFront(
+            self,
+            engine="sglang",
+            token=resolved.token(),
+            table_digest=self._table.digest,
+            model_uri=spec.model.uri,
+            vocab=shape.vocab,
+        )
+        wanted = spec.algorithm.max_prompt_tokens + spec.algorithm.max_response_tokens
+        self.max_tokens = min(wanted, shape.context, spec.rollout.kv_cache_tokens)
+        self.run_id: str | None = None
+        self.version: int | None = None
+        self.failure: Broken | None = None
+        self._ranks = spec.rollout.parallelism.tensor
+        self._active: set[str] = set()
+        self._paused = False
+        self._update: _Update | None = None
+        self._may_generate = asyncio.Event()
+        self._may_generate.set()
+        self._groups: set[str] = set()
+        self._records: dict[str, _Records] = {}
+        self._generated = 0
+        self._expert_hash: str | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._channel = ServerEnd(directory / "recorder")
+        self._channel.on_message = self._take
+        os.environ[SOCKET_VARIABLE] = str(directory / "recorder")
+        os.environ[JOB_VARIABLE] = str(directory / "job.yaml")
+        os.environ[NAME_VARIABLE] = resolved.endpoints.rollout[index].name
+        os.environ["SGLANG_PLUGINS"] = "tracerl"
+        resolved.write(directory / "job.yaml")
+        arguments = engine_arguments(spec, shape, directory / "model")
+        from sglang.srt.entrypoints.engine import Engine  # noqa: PLC0415
+        from sglang.srt.utils import kill_process_tree  # noqa: PLC0415
+
+        try:
+            self._engine = Engine(custom_sigquit_handler=_child_failed, **arguments)
+        except (RuntimeError, ValueError, TypeError) as error:
+            kill_process_tree(os.getpid(), include_parent=False)
+            raise JobError(
+                Reason.ROLLOUT_FAILED,
+                f"SGLang did not start ({_first_line(error)}); see the rollout's log",
+            ) from error
+        self._manager = self._engine.tokenizer_manager
+
+    async def start(self) -> None:
+        """Join SGLang's side to this event loop; JobError when the hooks did not take in every scheduler."""
+        self._loop = asyncio.get_running_loop()
+        await self._channel.start()
+        if not await self._channel.wait_for_hellos(self._ranks, _HELLO_SECONDS):
+            raise JobError(
+                Reason.ROLLOUT_FAILED,
+                f"{len(self._channel.hellos)} of {self._ranks} SGLang schedulers loaded the plugin tracerl, "
+                "so that nothing would be recorded; install tracerl with its entry points in SGLang's "
+                "environment, and see the rollout's log",
+            )
+        for hello in self._channel.hellos:
+            if hello["table"] != self._table.digest:
+                raise JobError(Reason.SITE_TABLE_MISMATCH, "the plugin has another version of tracerl")
+            _log.info(
+                "SGLang scheduler %d of %d records %d KV slots in %.1f MiB of host memory",
+                hello["rank"] + 1,
+                hello["ranks"],
+                hello["slots"],
+                hello["bytes"] / 2**20,
+            )
+        self._manager.auto_create_handle_loop()
+
+    def stop(self) -> None:
+        """Answer what runs with an error, and write the frames that wait."""
+        loop = self._loop
+        if loop is None:
+            return
+        asyncio.run_coroutine_threadsafe(self._stop(), loop).result()
+
+    async def _stop(self) -> None:
+        self._fail(Broken(Reason.INTERRUPTED, "the rollout is being stopped"))
+        try:
+            async with asyncio.timeout(5):
+                await self._channel.call("close")
+        except (PluginError, TimeoutError, OSError) as error:
+            _log.warning("the recorders were not closed (%s)", error)
+
+    def close(self) -> None:
+        """End SGLang's processes."""
+        self._channel.close()
+        self._engine.shutdown()
+
+    # -- what schedulers say ------------------------------------------------------------------------------
+
+    def _take(self, message: Mapping[str, Any]) -> None:
+        if "broken" in message:
+            self._fail(Broken(message["broken"]["reason"], message["broken"]["message"]))
+            return
+        records = self._records.get(message["finished"])
+        if records is None:  # nobody waits for it any more
+            self._tell("forget", ids=[message["finished"]])
+            return
+        records.add(message)
+
+    def _tell(self, method: str, **arguments: Any) -> None:
+        """Let schedulers do something without waiting for it."""
+        task = asyncio.ensure_future(self._channel.call(method, **arguments))
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    def _fail(self, broken: Broken) -> None:
+        self.failure = self.failure or broken
+        for records in self._records.values():
+            records.done.set()
+        self._manager.abort_request(abort_all=True)
+
+    # -- generation ---------------------------------------------------------------------------------------
+
+    @property
+    def running(self) -> int:
+        """Requests that SGLang is generating."""
+        return 0 if self._paused else len(self._active)
+
+    async def generate(self, asks: Sequence[Ask]) -> list[Finished] | Broken:
+        """Generate; when cancelled, abort and forget what was recorded."""
+        from sglang.srt.managers.io_struct import GenerateReqInput  # noqa: PLC0415
+
+        await self._may_generate.wait()
+        ids = [ask.id for ask in asks]
+        request = GenerateReqInput(
+            rid=ids,
+            input_ids=[ask.prompt for ask in asks],
+            sampling_params=[_sampling(ask) for ask in asks],
+            return_logprob=True,
+        )
+        self._records.update({id: _Records(self._ranks) for id in ids})
+        self._active.update(ids)
+        try:
+            answers: list[dict[str, Any]] = []
+            async for answer in self._manager.generate_request(request, None):
+                answers = answer
+            self._active.difference_update(ids)
+            finished = [await self._finished(ask, answer) for ask, answer in zip(asks, answers, strict=True)]
+        except asyncio.CancelledError:
+            # The client is gone: nobody waits for these tokens, and nobody will release their frames.
+            for id in ids:
+                self._manager.abort_request(rid=id)
+            self._tell("forget", ids=ids)
+            raise
+        finally:
+            self._active.difference_update(ids)
+            for id in ids:
+                self._records.pop(id, None)
+        if self.failure is not None:
+            self._tell("forget", ids=ids)
+            return self.failure
+        self._generated += sum(len(one.tokens) for one in finished)
+        return finished
+
+    async def _finished(self, ask: Ask, answer: Mapping[str, Any]) -> Finished:
+        from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX  # noqa: PLC0415
+
+        meta = answer["meta_info"]
+        reason = meta["finish_reason"] or _ABORTED
+        pairs = meta.get("output_token_logprobs") or []
+        tokens = [int(pair[1]) for pair in pairs]
+        if reason["type"] == "abort":
+            self._tell("forget", ids=[ask.id])
+            spans = _spans(meta, len(tokens))
+            return Finished(tokens, [float(pair[0]) for pair in pairs], dict(_ABORTED), spans, [], {})
+        logp = [float(pair[0]) for pair in pairs]
+        if not all(math.isfinite(value) for value in logp):
+            message = "logits hold NaN or Inf; check the model's weights, or lower the learning rate"
+            self._fail(Broken(Reason.NON_FINITE, message))
+        records = self._records[ask.id]
+        if not ask.id.startswith(HEALTH_CHECK_RID_PREFIX):  # nothing is recorded of those
+            await records.done.wait()
+        spans = _spans(meta, len(tokens))
+        return Finished(tokens, logp, _reason(reason), spans, records.entries, records.seconds)
+
+    def abort(self, ids: Sequence[str] | None) -> None:
+        """End requests (None: all), which are answered with what they have."""
+        if ids is None:
+            self._manager.abort_request(abort_all=True)
+        for id in ids or ():
+            self._manager.abort_request(rid=id)
+
+    async def pause(self, *, abort: bool) -> None:
+        """Stop generating after the current step."""
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput  # noqa: PLC0415
+
+        await self._manager.pause_generation(PauseGenerationReqInput(mode="abort" if abort else "retract"))
+        self._paused = True
+
+    async def resume(self) -> None:
+        """Go on, when no update is open."""
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput  # noqa: PLC0415
+
+        if self._update is not None:
+            self._update.resume = True
+            return
+        await self._manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+        self._paused = False
+
+    async def flush(self) -> str | None:
+        """Forget cached prefixes."""
+        flushed: bool = (await self._manager.flush_cache()).success
+        return None if flushed else "the cache cannot be flushed now; pause generation first"
+
+    # -- weights ------------------------------------------------------------------------------------------
+
+    async def begin_update(self, run: str) -> str | None:
+        """Open an update by a run; of another than before, everything of that one is forgotten."""
+        from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput  # noqa: PLC0415
+
+        if run != self.run_id:
+            self._manager.abort_request(abort_all=True)
+            self.version = None
+            try:
+                await self._channel.call("new_run")
+                await self._channel.call("direct", run=run)
+            except PluginError as error:
+                return str(error)
+            self.run_id = run
+            _log.info("serving run %s from now on", run)
+        elif self.running:
+            return still_running(self.running)
+        self._may_generate.clear()
+        self._update = _Update()
+        return _problem(await _to_the_end(self._manager.begin_weight_update(BeginWeightUpdateReqInput())))
+
+    async def load_from_disk(self, directory: Path, version: int | None) -> str | None:
+        """Let every scheduler read tensors into the open update."""
+        from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput  # noqa: PLC0415
+
+        if self._update is None:
+            return NOT_BEGUN
+        self._update.version = version
+        request = UpdateWeightFromDiskReqInput(
+            model_path=str(directory), load_format="auto", weight_version=_text(version), flush_cache=False
+        )
+        return _problem(await _to_the_end(self._manager.update_weights_from_disk(request, None)))
+
+    async def join_group(self, meeting: WeightMeeting) -> str | None:
+        """Let every scheduler join a weight group; one of the same name before, of another trainer, ends."""
+        from sglang.srt.managers.io_struct import (  # noqa: PLC0415
+            DestroyWeightsUpdateGroupReqInput,
+            InitWeightsUpdateGroupReqInput,
+        )
+
+        if meeting.name in self._groups:
+            self._groups.remove(meeting.name)
+            destroy = DestroyWeightsUpdateGroupReqInput(group_name=meeting.name)
+            await _to_the_end(self._manager.destroy_weights_update_group(destroy, None))
+        request = InitWeightsUpdateGroupReqInput(
+            master_address=meeting.address,
+            master_port=meeting.port,
+            rank_offset=meeting.rank,
+            world_size=meeting.world_size,
+            group_name=meeting.name,
+            backend="gloo",
+        )
+        problem = _problem(await _to_the_end(self._manager.init_weights_update_group(request, None)))
+        if problem is not None:
+            return no_meeting(meeting, problem)
+        self._groups.add(meeting.name)
+        return None
+
+    async def receive(self, shipment: Shipment, version: int | None) -> str | None:
+        """Let every scheduler receive tensors into the open update."""
+        from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput  # noqa: PLC0415
+
+        if self._update is None:
+            return NOT_BEGUN
+        if shipment.group not in self._groups:
+            return no_group(shipment.group)
+        self._update.version = version
+        request = UpdateWeightsFromDistributedReqInput(
+            names=shipment.names,
+            dtypes=shipment.dtypes,
+            shapes=shipment.shapes,
+            group_name=shipment.group,
+            weight_version=_text(version),
+            flush_cache=False,
+        )
+        return _problem(await _to_the_end(self._manager.update_weights_from_distributed(request, None)))
+
+    async def end_update(self, version: int) -> str | None:
+        """Compute with the tensors of the open update as `version`."""
+        from sglang.srt.managers.io_struct import EndWeightUpdateReqInput  # noqa: PLC0415
+
+        update = self._update
+        if update is None:
+            return NOT_BEGUN
+        if update.version != version:
+            return other_version(-1 if update.version is None else update.version, version)
+        problem = _problem(await _to_the_end(self._manager.end_weight_update(EndWeightUpdateReqInput())))
+        if problem is not None:
+            return problem
+        stats = await self._ask_stats()
+        self._expert_hash = stats[0]["expert_hash"] if len(stats) == 1 else None
+        self.version, self._update = version, None
+        self._may_generate.set()
+        if update.resume:
+            await self.resume()
+        return None
+
+    def details(self) -> dict[str, Any]:
+        """The hash of `weights.expert_hash`, None where experts are not quantised or lie on several ranks."""
+        return {"expertWeights": self._expert_hash}
+
+    # -- metrics ------------------------------------------------------------------------------------------
+
+    def metrics(self) -> bytes:
+        """SGLang's metrics, then those of every rollout."""
+        assert self._loop is not None
+        return _metrics_text(self, asyncio.run_coroutine_threadsafe(self._ask_stats(), self._loop).result())
+
+    async def _ask_stats(self) -> list[dict[str, Any]]:
+        try:
+            async with asyncio.timeout(5):
+                return await self._channel.call("stats")
+        except (PluginError, TimeoutError, OSError):
+            return []
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait because generation is paused."""
+        return len(self._active) if self._paused else 0
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens of requests that were answered."""
+        return self._generated
+
+
+class _Records:
+    """What the schedulers said about one request."""
+
+    def __init__(self, ranks: int) -> None:
+        self._missing = ranks
+        self.entries: list[RecordEntry] = []
+        self.seconds: dict[str, float] = {}
+        self.done = asyncio.Event()
+
+    def add(self, message: Mapping[str, Any]) -> None:
+        self.entries += [RecordEntry.from_json(entry) for entry in message["entries"]]
+        for name, seconds in message["seconds"].items():
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        self._missing -= 1
+        if not self._missing:
+            self.done.set()
+
+
+def _sampling(ask: Ask) -> dict[str, Any]:
+    return {
+        "max_new_tokens": ask.max_new_tokens,
+        "temperature": ask.temperature,
+        "stop_token_ids": list(ask.stop_token_ids),
+        "sampling_seed": secrets.randbits(63) if ask.seed is None else ask.seed & (2**63 - 1),
+    }
+
+
+def _spans(meta: Mapping[str, Any], tokens: int) -> list[tuple[int, int, int]]:
+    spans = [(int(one["version"]), one["start"], one["end"]) for one in meta.get("weight_versions") or ()]
+    return [(version, start, min(end, tokens)) for version, start, end in spans if start < tokens]
+
+
+def _reason(reason: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: reason[name] for name in ("type", "matched", "length") if name in reason}
+
+
+async def _to_the_end(call: Coroutine[Any, Any, _T]) -> _T:
+    """Await what goes on when whoever waits is cancelled, as when a trainer dies.
+
+    SGLang does not number its calls: a late answer would be taken for that of the next call of its kind.
+    """
+    return await asyncio.shield(asyncio.ensure_future(call))
+
+
+def _problem(answer: Sequence[Any]) -> str | None:
+    """What SGLang says of a call that is about weights: success, a message, and sometimes more."""
+    return None if answer[0] else str(answer[1])
+
+
+def _text(version: int | None) -> str | None:
+    return None if version is None else str(version)
+
+
+def _metrics_text(server: SGLangServer, stats: Sequence[Mapping[str, Any]]) -> bytes:
+    from prometheus_client import CollectorRegistry, generate_latest  # noqa: PLC0415
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric  # noqa: PLC0415
+    from prometheus_client.multiprocess import MultiProcessCollector  # noqa: PLC0415
+
+    def summed(name: str) -> Counter[str]:
+        total: Counter[str] = Counter()
+        for one in stats:
+            total.update(one[name])
+        return total
+
+    sink = summed("sink")
+    held = [one["held"] for one in stats if one["held"] is not None]
+    values: dict[str, dict[str, float]] = {
+        "tracerl_records_held_bytes": {"": held[0]} if held else {},
+        "tracerl_records_written_bytes_total": {**{"record": 0, "audit": 0}, **summed("written")},
+        "tracerl_records_dropped_total": {"lost": sink["lost_frames"], **summed("dropped")},
+        "tracerl_object_uploads_total": {"ok": sink["uploads_ok"], "failed": sink["uploads_failed"]},
+        "tracerl_object_uploaded_bytes_total": {"": sink["uploaded_bytes"]},
+        "tracerl_object_retries_total": {"": sink["retries"]},
+        "tracerl_generated_tokens_total": {"": server.generated_tokens},
+        "tracerl_rollout_running_requests": {"": server.running},
+        "tracerl_rollout_queued_requests": {"": server.queued},
+        "tracerl_rollout_kv_cache_tokens": {"": stats[0]["kv_tokens"]} if stats else {},
+        "tracerl_rollout_retracted_total": {**{"memory": 0, "weights": 0}, **_first(stats, "retracted")},
+        "tracerl_rollout_reprefilled_rows_total": {
+            **{"memory": 0, "weights": 0},
+            **_first(stats, "reprefilled_rows"),
+        },
+        "tracerl_rollout_admission_stalls_total": {"": sum(one["stalls"] for one in stats)},
+        "tracerl_rollout_weight_version": {} if server.version is None else {"": server.version},
+    }
+
+    class Own:
+        def collect(self) -> Iterator[Metric]:
+            for spec in METRICS:
+                if spec.source is not Role.ROLLOUT:
+                    continue
+                family = CounterMetricFamily if spec.type == "counter" else GaugeMetricFamily
+                metric = family(spec.name, spec.help, labels=spec.labels)
+                for label, value in values[spec.name].items():
+                    metric.add_metric([label] if spec.labels else [], value)
+                yield metric
+
+    theirs, ours = CollectorRegistry(), CollectorRegistry()
+    if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+        MultiProcessCollector(theirs)  # type: ignore[no-untyped-call]
+    ours.register(Own())
+    return generate_latest(theirs) + generate_latest(ours)
+
+
+def _first(stats: Sequence[Mapping[str, Any]], name: str) -> dict[str, float]:
+    """What every rank counts alike."""
+    return dict(stats[0][name]) if stats else {}
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _child_failed(*_: object) -> None:
+    """What SIGQUIT does, by which SGLang's processes tell that one of them did not start."""
+    failure = failure_file(os.environ[SOCKET_VARIABLE])
+    raise RuntimeError(
+        failure.read_text(encoding="utf-8") if failure.exists() else "one of its processes ended"
+    )
+
+
+def serve(resolved: ResolvedJob, index: int) -> None:
+    """Serve rollout `index` of a resolved job until SIGTERM or SIGINT; the whole of a rollout process.
+
+    Only the shape of ``spec.model.uri`` is read: weights come from the trainer. Raises InputError when the
+    job asks for what SGLang cannot do, and JobError when it does not start or its hooks do not take.
+    """
+    spec = resolved.job.spec
+    shape = model_shape(spec.model.uri)
+    if shape is None:
+        raise JobError(
+            Reason.MODEL_LOAD,
+            f"spec.model.uri: {spec.model.uri} is not on this machine; use file:// or builtin://",
+        )
+    refuse(spec)
+    directory = Path(tempfile.mkdtemp(prefix="tracerl-sglang-"))
+    try:
+        _prepare_environment(spec.rollout.gpus_per_node == 0, spec.rollout.threads, directory)
+        logging.getLogger("sglang").setLevel(logging.WARNING)
+        check_version()
+        check_seams(HOOKED + CALLED)
+        server = SGLangServer(resolved, index, shape, directory)
+        asyncio.run(_serve(resolved, index, server))
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"spec.rollout.engine: {error.name} is not installed for {sys.executable}; make SGLang's "
+            "environment with `make engines` and start the rollout with its Python"
+        ) from None
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+async def _serve(resolved: ResolvedJob, index: int, server: SGLangServer) -> None:
+    try:
+        await server.start()
+    except BaseException:
+        server.close()
+        raise
+    await serve_until_stopped(resolved, index, server)
+
+
+def _prepare_environment(on_cpu: bool, threads: int, directory: Path) -> None:
+    """Set what SGLang's modules read when they are imported, here and in its processes."""
+    metrics = directory / "metrics"
+    metrics.mkdir()
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(metrics)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    if not on_cpu:
+        return
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    kernels = str(Path(__file__).parent / "cpu_kernels")
+    if kernels not in sys.path:
+        sys.path.insert(0, kernels)
+        before = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = kernels if before is None else f"{kernels}{os.pathsep}{before}"

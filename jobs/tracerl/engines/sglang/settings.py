@@ -1,0 +1,138 @@
+"""What SGLang is started with for a job, and what is refused because it could not be recorded rightly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tracerl.api.constants import Reason
+from tracerl.api.errors import InputError, JobError
+from tracerl.api.job import DType, NumericsBackend, SecondInput, Spec, Target
+from tracerl.api.model import ModelShape
+
+_SPARE_TOKENS = 16
+"""SGLang keeps some tokens of its limits for itself."""
+_CHUNK_TOKENS = 4_096
+"""Longer prompts are prefilled in several passes."""
+
+_REFUSED = {
+    "speculative_algorithm": "rows of drafted tokens that are thrown away cannot be told from others",
+    "enable_hierarchical_cache": "rows of keys and values that leave the device and come back are not kept",
+    "enable_lmcache": "rows of keys and values that leave the device and come back are not kept",
+    "disaggregation_mode": "prefill and decoding in two servers have their rows apart",
+    "enable_dp_attention": "it cannot take weights by broadcast",
+    "dp_size": "it cannot take weights by broadcast; use spec.rollout.nodes",
+    "pp_size": "the rows of one token would lie in several processes",
+    "enable_two_batch_overlap": "it interleaves the rows of two batches",
+    "enable_torch_compile": "hooks would be compiled away",
+    "quantization": "the plugin quantises; write spec.quantization",
+    "kv_cache_dtype": "the plugin quantises keys and values; write spec.quantization.targets",
+    "enable_lora": "weights of adapters are not the trainer's",
+    "rl_on_policy_target": "it changes what layers compute",
+}
+"""Engine arguments that records and weight updates do not go together with, and why."""
+
+
+def engine_arguments(spec: Spec, shape: ModelShape, directory: Path) -> dict[str, Any]:
+    """Give the arguments of SGLang's Engine; `directory` gets the model's config.json and nothing else.
+
+    Weights come from the trainer, so SGLang starts with dummy ones. InputError names an argument of
+    ``spec.rollout.engineArgs`` that is refused.
+    """
+    rollout = spec.rollout
+    on_cpu = rollout.gpus_per_node == 0
+    arguments: dict[str, Any] = {
+        "model_path": str(directory),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16" if spec.model.dtype is DType.BFLOAT16 else "float32",
+        "device": "cpu" if on_cpu else "cuda",
+        "attention_backend": "torch_native" if on_cpu else "triton",
+        "sampling_backend": "pytorch",
+        # Hooks that quantise decide by values, which a graph cannot.
+        "disable_cuda_graph": True,
+        "tp_size": rollout.parallelism.tensor,
+        "ep_size": rollout.parallelism.expert,
+        "max_total_tokens": rollout.kv_cache_tokens + _SPARE_TOKENS,
+        "max_running_requests": rollout.max_running_requests,
+        "chunked_prefill_size": min(_CHUNK_TOKENS, rollout.kv_cache_tokens),
+        "mem_fraction_static": 0.2 if on_cpu else 0.8,
+        "enable_return_routed_experts": True,
+        "sampling_defaults": "openai",
+        "weight_version": "none",
+        "random_seed": spec.algorithm.seed,
+        "sleep_on_idle": True,
+        "enable_metrics": True,
+        "log_level": "warning",
+    }
+    if rollout.numerics is NumericsBackend.NATIVE:
+        arguments |= _NATIVE
+    own = arguments.keys() - {"mem_fraction_static", "chunked_prefill_size", "attention_backend", "log_level"}
+    for name in rollout.engine_args:
+        why = _REFUSED.get(name) or ("the job says it elsewhere" if name in own else None)
+        if why is not None:
+            raise InputError(f"spec.rollout.engineArgs.{name} cannot be given with SGLang: {why}; remove it")
+    write_config(shape, directory, arguments["dtype"])
+    return arguments | rollout.engine_args
+
+
+_NATIVE: dict[str, Any] = {
+    "disable_cuda_graph": False,
+    "attention_backend": "trtllm_mha",
+    "quantization": "modelopt_fp4",
+    "kv_cache_dtype": "nvfp4",
+    "moe_runner_backend": "flashinfer_trtllm",
+}
+"""What the Native back end changes. Not run: it needs Blackwell."""
+
+
+def write_config(shape: ModelShape, directory: Path, dtype: str) -> None:
+    """Write the config.json that SGLang reads; no token ends a sequence but those that a request names."""
+    config = shape.to_hf_config() | {
+        "dtype": dtype,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "max_position_embeddings": shape.context + _SPARE_TOKENS,
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+
+
+def refuse(spec: Spec) -> None:
+    """Raise JobError for a job that this rollout cannot serve, with what to write instead."""
+    rollout = spec.rollout
+    if rollout.nodes_per_replica > 1:
+        raise _cannot("spec.rollout.nodesPerReplica", "a rollout is on one node", "1")
+    if rollout.parallelism.data > 1:
+        raise _cannot("spec.rollout.parallelism.data", "SGLang takes no broadcast weights then", "1")
+    second = Target.ROUTED_EXPERTS in spec.quantization.targets and (
+        spec.quantization.second_input is not SecondInput.BF16
+    )
+    if second and rollout.parallelism.expert > 1 and rollout.numerics is NumericsBackend.EMULATED:
+        raise _cannot(
+            "spec.rollout.parallelism.expert",
+            "a quantised second input is emulated where all experts are",
+            "1, or spec.quantization.secondInput: BF16",
+        )
+    if second and spec.quantization.second_input is SecondInput.RECORDED and rollout.parallelism.tensor > 1:
+        raise _cannot(
+            "spec.rollout.parallelism.tensor",
+            "every rank would have a part of the recorded second input",
+            "1, or spec.quantization.secondInput: RTN",
+        )
+    if rollout.numerics is NumericsBackend.NATIVE:
+        if rollout.gpus_per_node == 0:
+            raise _cannot("spec.rollout.numerics", "Native needs GPUs with FP4 arithmetic", "Emulated")
+        if spec.records.audit_every:
+            raise _cannot("spec.records.auditEvery", "whole codes of all layers stay on the device", "0")
+        if spec.quantization.second_input is SecondInput.RECORDED:
+            raise _cannot(
+                "spec.quantization.secondInput", "FP4 kernels do not show their second input", "RTN"
+            )
+
+
+def _cannot(path: str, why: str, instead: str) -> JobError:
+    return JobError(
+        Reason.CONFIGURATION, f"{path}: a rollout with SGLang does not run this ({why}); write {instead}"
+    )

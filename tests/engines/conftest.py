@@ -1,0 +1,267 @@
+"""SGLang as the process that it is in a run, beside a record store, and what tests do with both.
+
+A start takes a minute or more, nearly all of it imports, so that servers are shared by the tests of a module.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tracerl.api.frames import Handle
+from tracerl.api.job import Spec, TraceRLJob
+from tracerl.api.model import BUILTIN_MODELS
+from tracerl.api.resolved import Endpoint, EndpointFile, Endpoints, ResolvedJob
+from tracerl.engines.base import Batch, EngineStats, Trajectory
+from tracerl.engines.client import Generation, RolloutClient, Sampling, push_from_disk
+from tracerl.engines.hf import initial_weights
+from tracerl.engines.reference.trainer import ReferenceTrainer
+from tracerl.engines.reference.weights import write_model
+from tracerl.records.pairing import TrajectoryRecords, assemble
+from tracerl.records.sites import SiteTable, audit_table, site_table
+from tracerl.transport.base import FrameSource, TransportError, Wanted
+from tracerl.transport.sources import RecordSources, open_source
+
+SHAPE = BUILTIN_MODELS["tiny-moe"]
+NODE, RUN, TOKEN = "node-0", "run-1", "s3cret"
+START_SECONDS = 600
+
+
+def spec_of(**parts: dict[str, Any]) -> Spec:
+    """A job of the tiny model that records everything; `parts` change sections of it."""
+    document: dict[str, Any] = {
+        "model": {"uri": "builtin://tiny-moe", "dtype": "Float32"},
+        "task": {"name": "builtin/chain_sum"},
+        "algorithm": {
+            "steps": 1,
+            "promptsPerStep": 1,
+            "samplesPerPrompt": 2,
+            "maxPromptTokens": 24,
+            "maxResponseTokens": 104,
+        },
+        "method": {"name": "TRACE", "trace": {"layers": {"policy": "All"}}},
+        "quantization": {"secondInput": "Recorded"},
+        "records": {"chunkTokens": 7},
+        "rollout": {"engine": "SGLang", "kvCacheTokens": 1024, "maxRunningRequests": 16},
+        "transport": {"ring": {"size": "16Mi"}},
+    }
+    for name, part in parts.items():
+        document[name] = document.get(name, {}) | part
+    return Spec.model_validate(document)
+
+
+def resolve(directory: Path, spec: Spec) -> ResolvedJob:
+    """A run directory with a resolved job and a token."""
+    (directory / "rings").mkdir(parents=True)
+    token = directory / "token"
+    token.write_text(TOKEN + "\n")
+    resolved = ResolvedJob(
+        job=TraceRLJob.model_validate({"metadata": {"name": "rollout"}, "spec": spec}),
+        job_uid="uid-1",
+        run_dir=directory,
+        cache_dir=directory / "cache",
+        token_file=token,
+        ring_dir=directory / "rings",
+        endpoints=Endpoints(
+            directory=directory / "endpoints",
+            rollout=[Endpoint(name="rollout-0", node=NODE)],
+            store=[Endpoint(name="store-0", node=NODE)],
+            trainer=[Endpoint(name="trainer-0", node=NODE)],
+        ),
+    )
+    resolved.write(directory / "job.yaml")
+    return resolved
+
+
+class Process:
+    """A process of a run."""
+
+    def __init__(self, resolved: ResolvedJob, module: str, name: str, **environment: str) -> None:
+        self.published = resolved.layout.endpoints / f"{name}.json"
+        self._log = resolved.run_dir / f"{name}.log"
+        with self._log.open("ab") as file:
+            self.process = subprocess.Popen(
+                [
+                    # Megatron's tests run with another Python than SGLang does.
+                    os.environ.get("TRACERL_ROLLOUT_PYTHON", sys.executable),
+                    "-m",
+                    f"tracerl.runtime.{module}",
+                    str(resolved.run_dir / "job.yaml"),
+                    name,
+                ],
+                stdout=file,
+                stderr=file,
+                env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+            )
+
+    def wait_until_it_listens(self) -> EndpointFile:
+        deadline = time.monotonic() + START_SECONDS
+        # A process that was killed leaves its own behind.
+        while (found := EndpointFile.read(self.published)) is None or found.pid != self.process.pid:
+            assert self.process.poll() is None, self.log()
+            assert time.monotonic() < deadline, self.log()
+            time.sleep(0.05)
+        return found
+
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(60)
+
+
+class Rollout:
+    """An SGLang rollout and its store."""
+
+    def __init__(self, directory: Path, spec: Spec) -> None:
+        self.spec, self.resolved = spec, resolve(directory, spec)
+        self.store = Process(self.resolved, "store_main", "store-0")
+        self.store.wait_until_it_listens()
+        try:
+            self.start_server()
+        except BaseException:
+            self.store.end()
+            raise
+        self.source: RecordSources = open_source(self.resolved, RUN, NODE, starts_run=True)
+        self.version = -1
+
+    def start_server(self) -> None:
+        """Start SGLang, for the first time or after it was killed."""
+        self.server = Process(self.resolved, "rollout_main", "rollout-0")
+        self.url = self.server.wait_until_it_listens().url
+
+    @contextlib.asynccontextmanager
+    async def client(self) -> AsyncIterator[RolloutClient]:
+        digest = site_table(SHAPE, self.spec).digest
+        async with RolloutClient(self.url, TOKEN, run_id=RUN, site_table=digest) as client:
+            await client.connect()
+            yield client
+
+    def write(self, weights: dict[str, Tensor]) -> Path:
+        """Weights of the next version, as a trainer writes them."""
+        self.version += 1
+        directory = self.resolved.run_dir / f"v{self.version}"
+        write_model(directory, SHAPE, weights.items())
+        return directory
+
+    async def push(self, client: RolloutClient, weights: dict[str, Tensor]) -> int:
+        """Push weights as the loop does; gives their version."""
+        directory = self.write(weights)
+        await client.pause_generation("retract")
+        await push_from_disk([client], str(directory), self.version)
+        await client.continue_generation()
+        return self.version
+
+    def trajectory(self, prompt: Sequence[int], one: Generation, *, audited: bool = False) -> Trajectory:
+        """What a trainer gets: the tokens with everything that was recorded."""
+        return Trajectory(
+            id=one.id,
+            tokens=torch.tensor([*prompt, *one.tokens]),
+            prompt_tokens=len(prompt),
+            logp_rollout=torch.tensor(one.logp),
+            token_versions=one.versions,
+            records=self.records(prompt, one, site_table(SHAPE, self.spec)),
+            audit=self.records(prompt, one, audit_table(SHAPE, self.spec)) if audited else None,
+        )
+
+    def records(self, prompt: Sequence[int], one: Generation, table: SiteTable) -> TrajectoryRecords:
+        return assemble(
+            one.records,
+            reader_of(self.source),
+            table,
+            tokens=len(prompt) + len(one.tokens),
+            prompt_tokens=len(prompt),
+            token_versions=one.versions,
+            job_uid="uid-1",
+            run_id=RUN,
+            trajectory=one.id,
+            reprefill=self.spec.records.reprefill,
+        )
+
+    def compare(self, trajectories: list[Trajectory], seed: int, version: int) -> EngineStats:
+        """Assert that records and log-probs are those of a trainer with the same weights; its counts."""
+        trainer = ReferenceTrainer(SHAPE, self.spec, weights_of(seed))
+        logp = trainer.forward(Batch(trajectories), guided=True, temperature=1.0, version=version)
+        stats = trainer.stats()
+        assert (stats.routes_missing, stats.guided_missing) == (0, 0)
+        for row, one in zip(logp, trajectories, strict=True):
+            assert (row[: len(one.logp_rollout)] - one.logp_rollout).abs().max() < 2e-5
+        return stats
+
+    def frames_held(self) -> int:
+        return self.source.usage().frames
+
+    async def until_held(self, frames: int) -> None:
+        for _ in range(200):
+            if self.frames_held() == frames:
+                return
+            await asyncio.sleep(0.05)
+        assert self.frames_held() == frames
+
+    def release(self, generations: Sequence[Generation]) -> None:
+        self.source.release([entry.handle for one in generations for entry in one.records])
+
+    def close(self) -> None:
+        self.source.close()
+        for process in (self.server, self.store):
+            if process.process.poll() is None:
+                process.end()
+
+
+def reader_of(frames: FrameSource) -> Callable[[Handle], memoryview]:
+    """What fetches whole frames for `assemble`."""
+
+    def fetch(handle: Handle) -> memoryview:
+        with frames.borrow([Wanted(handle)]) as borrowed:
+            (piece,) = borrowed.pieces
+            if isinstance(piece, TransportError):
+                raise piece
+            return memoryview(bytes(piece[0]))
+
+    return fetch
+
+
+def weights_of(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Initial weights of the tiny model, sharp enough that experts and tokens differ."""
+    weights = {name: tensor.to(dtype) for name, tensor in initial_weights(SHAPE, seed)}
+    weights["lm_head.weight"] *= 2
+    return weights
+
+
+def sampling(count: int, new_tokens: int, *, temperature: float = 1.0) -> list[Sampling]:
+    return [Sampling(new_tokens, temperature, seed=index) for index in range(count)]
+
+
+async def generate(
+    client: RolloutClient, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling], name: str
+) -> list[Generation]:
+    return await client.generate_batch(prompts, samplings, ids=[f"{name}-{i}" for i in range(len(prompts))])
+
+
+@pytest.fixture(scope="session")
+def rollout_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Rollout]]:
+    """Starts rollouts; one at a time, since each is three processes of some hundred MB."""
+    started: list[Rollout] = []
+
+    def start(**parts: dict[str, Any]) -> Rollout:
+        while started:
+            started.pop().close()
+        started.append(Rollout(tmp_path_factory.mktemp("rollout") / "run", spec_of(**parts)))
+        return started[0]
+
+    yield start
+    while started:
+        started.pop().close()

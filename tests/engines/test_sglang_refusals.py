@@ -1,0 +1,73 @@
+"""What an SGLang rollout refuses to start with, in one sentence; no engine is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import SHAPE, spec_of
+
+from tracerl.api.errors import InputError, JobError
+from tracerl.engines.sglang.settings import engine_arguments, refuse, write_config
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"rollout": {"nodesPerReplica": 2}}, r"nodesPerReplica.*write 1$"),
+        ({"rollout": {"parallelism": {"data": 2}}}, r"parallelism\.data.*write 1$"),
+        ({"rollout": {"parallelism": {"expert": 2}}}, r"parallelism\.expert.*secondInput: BF16$"),
+        ({"rollout": {"parallelism": {"tensor": 2}}}, r"parallelism\.tensor.*secondInput: RTN$"),
+        ({"rollout": {"numerics": "Native"}}, r"numerics.*needs GPUs.*write Emulated$"),
+        (
+            {"rollout": {"numerics": "Native", "gpusPerNode": 1}},
+            r"secondInput.*do not show their second input.*write RTN$",
+        ),
+        (
+            {"rollout": {"numerics": "Native", "gpusPerNode": 1}, "records": {"auditEvery": 2}},
+            r"auditEvery.*write 0$",
+        ),
+    ],
+)
+def test_refused(parts: dict[str, Any], message: str) -> None:
+    with pytest.raises(JobError, match=message):
+        refuse(spec_of(**parts))
+
+
+def test_served() -> None:
+    refuse(spec_of())
+    refuse(spec_of(rollout={"parallelism": {"tensor": 2}}, quantization={"secondInput": "RTN"}))
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("speculative_algorithm", "drafted tokens"),
+        ("enable_hierarchical_cache", "leave the device"),
+        ("disaggregation_mode", "two servers"),
+        ("kv_cache_dtype", "the plugin quantises"),
+        ("dtype", "the job says it elsewhere"),
+        ("load_format", "the job says it elsewhere"),
+    ],
+)
+def test_engine_arguments_that_are_refused(tmp_path: Path, name: str, why: str) -> None:
+    with pytest.raises(InputError, match=rf"engineArgs\.{name} .*{why}.*remove it"):
+        engine_arguments(spec_of(rollout={"engineArgs": {name: "x"}}), SHAPE, tmp_path)
+
+
+def test_engine_arguments_that_are_passed_on(tmp_path: Path) -> None:
+    spec = spec_of(rollout={"engineArgs": {"schedule_conservativeness": 0.5, "chunked_prefill_size": 64}})
+    arguments = engine_arguments(spec, SHAPE, tmp_path)
+    assert arguments["schedule_conservativeness"] == 0.5
+    assert arguments["chunked_prefill_size"] == 64
+
+
+def test_no_token_ends_a_sequence_but_those_that_are_asked_for(tmp_path: Path) -> None:
+    """A sequence may also be as long as the model's context, of which SGLang keeps some for itself."""
+    import json
+
+    write_config(SHAPE, tmp_path, "float32")
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["eos_token_id"] is None
+    assert config["max_position_embeddings"] > SHAPE.context
