@@ -1,0 +1,168 @@
+"""The machine under Megatron-Core: tested versions, process groups, and answers where CUDA is missing.
+
+Megatron-Core is written for GPUs. On a CPU its modules compute the same, once a few functions of CUDA that
+it calls for bookkeeping have an answer: `host` gives them one for the time of a call and takes it back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.moe import moe_utils
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.overrides import TorchFunctionMode
+
+from tracerl.api.errors import InputError
+from tracerl.api.job import TrainerParallelism
+from tracerl.engines.megatron.slicing import Place
+
+TESTED_VERSIONS = ("0.16.1", "0.19.2")
+
+# Without Transformer Engine 0.16.1 reads this name in the router, which only its import would have bound.
+if not hasattr(moe_utils, "te_general_gemm"):
+    moe_utils.te_general_gemm = None
+
+
+def check_version() -> None:
+    """Raise InputError unless the installed Megatron-Core is one whose seams are tested."""
+    found = importlib.metadata.version("megatron-core")
+    if found not in TESTED_VERSIONS:
+        raise InputError(
+            f"megatron-core {found} is installed, but the Megatron trainer is tested with "
+            f"{' and '.join(TESTED_VERSIONS)} alone; install one of them (make engines)"
+        )
+
+
+def join_groups(parallelism: TrainerParallelism) -> Place:
+    """Make Megatron's process groups over the processes that have met, or over this one alone.
+
+    Returns this rank's place. InputError when the sizes do not multiply to the number of processes, or
+    groups of other sizes exist already.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    model = parallelism.tensor * parallelism.pipeline * parallelism.context
+    if model * parallelism.data != dist.get_world_size():
+        raise InputError(
+            f"spec.trainer.parallelism asks for {model * parallelism.data} processes (tensor x pipeline x "
+            f"context x data), but {dist.get_world_size()} have met; start as many"
+        )
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallelism.tensor,
+            pipeline_model_parallel_size=parallelism.pipeline,
+            context_parallel_size=parallelism.context,
+            expert_model_parallel_size=parallelism.expert,
+            expert_tensor_parallel_size=1,
+            create_gloo_process_groups=False,  # for a distributed optimizer's state, on GPUs
+        )
+    place = Place(
+        tensor=parallel_state.get_tensor_model_parallel_world_size(),
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        context=parallel_state.get_context_parallel_world_size(),
+        context_rank=parallel_state.get_context_parallel_rank(),
+        pipeline=parallel_state.get_pipeline_model_parallel_world_size(),
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        expert=parallel_state.get_expert_model_parallel_world_size(),
+        expert_rank=parallel_state.get_expert_model_parallel_rank(),
+    )
+    asked = (parallelism.tensor, parallelism.context, parallelism.pipeline, parallelism.expert)
+    if (place.tensor, place.context, place.pipeline, place.expert) != asked:
+        raise InputError(
+            "this process already has Megatron groups of other sizes; start the trainer in a process of its "
+            "own"
+        )
+    return place
+
+
+@contextlib.contextmanager
+def host(device: torch.device) -> Iterator[None]:
+    """Let Megatron-Core compute on this device for the time of the block; nothing to do on a GPU."""
+    if device.type == "cuda":
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in _ANSWERS:
+            stack.enter_context(_replaced(owner, name, value))
+        yield
+
+
+@contextlib.contextmanager
+def host_optimizer(device: torch.device) -> Iterator[None]:
+    """`host` for the optimizer, which besides names CUDA where it makes tensors and asks for their type."""
+    with host(device), contextlib.nullcontext() if device.type == "cuda" else _NamedOnHost():
+        yield
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep back what Megatron says while it builds: advice to install faster kernels, and of subclasses."""
+    logger = logging.getLogger("megatron")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def _no_fork(_tracker: object, _name: str | None = None) -> Iterator[None]:
+    """Random numbers apart for each rank: nothing here draws any, as dropout is 0."""
+    yield
+
+
+def _nothing_to_keep(*_: object, **__: object) -> torch.Tensor:
+    return torch.empty(0)
+
+
+_ANSWERS: tuple[tuple[Any, str, object], ...] = (
+    (torch.cuda, "current_device", lambda: torch.device("cpu")),
+    (torch.cuda, "current_stream", lambda *_: None),
+    (torch.cuda, "synchronize", lambda *_: None),
+    (megatron_random.CudaRNGStatesTracker, "fork", _no_fork),
+    # Activation recompute keeps and restores the state of CUDA's random numbers.
+    (megatron_random, "_get_cuda_rng_state", _nothing_to_keep),
+    (megatron_random, "_set_cuda_rng_state", _nothing_to_keep),
+)
+
+
+class _NamedOnHost(TorchFunctionMode):
+    """Reads device "cuda" as the CPU, and gives CPU tensors the type names that they would have on a GPU."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run one function of torch."""
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        result = func(*args, **kwargs)
+        if func is torch.Tensor.type and isinstance(result, str):
+            return result.replace("torch.", "torch.cuda.")
+        return result

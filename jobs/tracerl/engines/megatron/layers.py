@@ -1,0 +1,213 @@
+"""The seams in Megatron-Core's layers: subclasses that hand the values of a site to the job's treatments.
+
+A `Seat` belongs to a model; the trainer puts the treatments of a forward pass in it. Without any (warm-up)
+the layers compute as Megatron's do, but for the place of the gate: it weighs the experts' output, as in the
+rollout, so that the input of their second matrix is the value that the rollout quantises.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router_replay import RouterReplay
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor, nn
+
+from tracerl.engines.guided import Treatments
+from tracerl.engines.megatron.slicing import Held, expert_order
+from tracerl.records.sites import SiteKind
+
+
+@dataclass
+class Seat:
+    """The forward pass that a model is in."""
+
+    treatments: Treatments | None = None
+    sequence: Held | None = None
+    """Rows whose residual stream is here: those of ExpertInput, Routes and FC2Input."""
+    attended: Held | None = None
+    """Rows whose keys and values are here."""
+    fc2_treated: bool = False
+
+    def treat(self, layer: int, kind: SiteKind, x_SBW: Tensor) -> Tensor:
+        """Treat the values of a site, [positions, B, width] or [positions * B, width]."""
+        held = self.attended if kind in {SiteKind.KEY, SiteKind.VALUE} else self.sequence
+        if self.treatments is None or held is None:
+            return x_SBW
+        x_PW = x_SBW.reshape(held.size, -1)
+        rows = self.treatments.treat(layer, kind, held.take(x_PW), held.rows)
+        return held.put(x_PW, rows).view(x_SBW.shape)
+
+    def routes(self, layer: int, live: Callable[[], Tensor]) -> Tensor:
+        """Expert ids int64 [positions * B, top_k]."""
+        held = self.sequence
+        if self.treatments is None or held is None:
+            return live()
+        ids_nK = self.treatments.routes(layer, lambda: held.take(live()), held.rows)
+        # Tokens that pad go anywhere: nothing that counts sees them.
+        padding_PK = torch.arange(ids_nK.shape[1], device=ids_nK.device).expand(held.size, -1)
+        return held.put(padding_PK, ids_nK)
+
+
+class GuidedAttention(DotProductAttention):  # type: ignore[misc]
+    """Core attention that treats keys, after norm and rotation, and values."""
+
+    seat: Seat
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Treat key and value, [positions, B, kv heads here, head_dim], then attend."""
+        layer = self.layer_number - 1
+        flat = (*key.shape[:2], -1)
+        key = self.seat.treat(layer, SiteKind.KEY, key.reshape(flat)).view(key.shape)
+        value = self.seat.treat(layer, SiteKind.VALUE, value.reshape(flat)).view(value.shape)
+        out: Tensor = super().forward(query, key, value, attention_mask, *args, **kwargs)
+        return out
+
+
+class GuidedMoE(MoELayer):  # type: ignore[misc]
+    """MoE layer that treats the experts' input once a token, before it is dispatched."""
+
+    seat: Seat
+
+    def preprocess(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
+        """Treat [positions, B, hidden]; router and shared experts have the value as it was."""
+        treated = self.seat.treat(self.layer_number - 1, SiteKind.EXPERT_INPUT, hidden_states)
+        out: tuple[Tensor, Tensor] = super().preprocess(treated, probs, routing_map)
+        return out
+
+    def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
+        """Round the sum over experts once, to the dtype of the model."""
+        out: Tensor = super().postprocess(output.to(self.config.params_dtype), shared_expert_output)
+        return out
+
+
+class GuidedExperts(SequentialMLP):  # type: ignore[misc]
+    """Experts whose second input is treated, and whose outputs are weighed and summed in the gates' FP32."""
+
+    seat: Seat
+    router: nn.Module
+    layer_number: int
+
+    def forward(
+        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
+    ) -> tuple[Tensor, None]:
+        """Experts of tokens [M, hidden], in the order of experts; gives [M, hidden] in float32."""
+        counts = tokens_per_expert.tolist()
+        inner = []
+        for expert, x in zip(
+            self.local_experts, torch.split(permuted_local_hidden_states, counts), strict=True
+        ):
+            gate_up, _ = expert.linear_fc1(x)
+            gate, up = gate_up.chunk(2, dim=-1)
+            inner.append(self.config.activation_func(gate) * up)
+        inner_MF = self._treat(torch.cat(inner))
+        outputs = [
+            expert.linear_fc2(x)[0]
+            for expert, x in zip(self.local_experts, torch.split(inner_MF, counts), strict=True)
+        ]
+        return torch.cat(outputs) * permuted_probs.unsqueeze(-1), None
+
+    def _treat(self, inner_MF: Tensor) -> Tensor:
+        if not self.seat.fc2_treated:
+            return inner_MF
+        replay: RecordedRoutes = self.router.router_replay  # type: ignore[assignment]
+        ids_PK = replay.chosen
+        assert ids_PK is not None, "the router runs before the experts"
+        order = expert_order(ids_PK)
+        pairs = inner_MF.new_empty(inner_MF.shape).index_copy(0, order, inner_MF)
+        treated = self.seat.treat(self.layer_number - 1, SiteKind.FC2_INPUT, pairs.view(len(ids_PK), -1))
+        return treated.reshape(inner_MF.shape).index_select(0, order)
+
+
+class RecordedRoutes(RouterReplay):  # type: ignore[misc]
+    """Router replay (R3) from records, row by row; rows without one use the live router.
+
+    Looked up and never used up, so activation recompute finds the same. It is not in Megatron's global list
+    of instances, which would mix the models of a process.
+    """
+
+    def __init__(self, layer: int, seat: Seat) -> None:
+        self._layer, self._seat = layer, seat
+        self.chosen: Tensor | None = None
+        """int64 [tokens, top_k] of the last pass."""
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Give scores and ids [tokens, top_k] of the experts; gradients reach the scores."""
+        assert default_compute_topk is not None
+        compute = default_compute_topk
+
+        def live() -> Tensor:
+            ids = compute(scores, topk, num_groups=num_groups, group_topk=group_topk)[1]
+            # Most probable first, as slots are recorded; 0.19.2 leaves them unsorted without gradients.
+            order = scores.detach().gather(1, ids).argsort(dim=1, descending=True, stable=True)
+            return ids.gather(1, order)
+
+        self.chosen = self._seat.routes(self._layer, live)
+        return scores.gather(1, self.chosen), self.chosen
+
+
+def layer_spec(experts: int) -> ModuleSpec:
+    """Megatron's own layer spec of a Qwen3-MoE layer, from its local modules, with the seams in it."""
+    spec = get_gpt_layer_local_spec(
+        num_experts=experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
+    )
+    parts = spec.submodules
+    attention = parts.self_attention.submodules
+    attention.core_attention = _with_class(attention.core_attention, DotProductAttention, GuidedAttention)
+    parts.mlp = _with_class(parts.mlp, MoELayer, GuidedMoE)
+    moe = parts.mlp.submodules if isinstance(parts.mlp, ModuleSpec) else parts.mlp.keywords["submodules"]
+    moe.experts = _with_class(moe.experts, SequentialMLP, GuidedExperts)
+    return spec
+
+
+def attach(model: nn.Module, seat: Seat) -> None:
+    """Give every seam of a model its seat, and every router its replay."""
+    found = 0
+    for module in model.modules():
+        if isinstance(module, GuidedAttention):
+            module.seat = seat
+            found += 1
+        elif isinstance(module, GuidedMoE):
+            module.seat = seat
+            module.router.router_replay = RecordedRoutes(module.layer_number - 1, seat)
+            experts: GuidedExperts = module.experts
+            experts.seat, experts.layer_number = seat, module.layer_number
+            # Not as a submodule: its parameters are the layer's.
+            object.__setattr__(experts, "router", module.router)
+            found += 1
+    assert found, "the layer spec did not take"
+
+
+def _with_class(spec: Any, expected: type, cls: type) -> Any:
+    """Swap the class of a part of a spec: a ModuleSpec (0.16.1), a partial (0.19.2) or the class itself."""
+    if isinstance(spec, ModuleSpec):
+        assert spec.module is expected, f"Megatron-Core builds {spec.module} where {expected} is tested"
+        return replace(spec, module=cls)
+    if isinstance(spec, functools.partial):
+        assert spec.func is expected, f"Megatron-Core builds {spec.func} where {expected} is tested"
+        return functools.partial(cls, *spec.args, **spec.keywords)
+    assert spec is expected, f"Megatron-Core builds {spec} where {expected} is tested"
+    return cls

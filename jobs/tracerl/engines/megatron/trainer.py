@@ -1,0 +1,432 @@
+"""`TrainerEngine` on Megatron-Core: its model, data-parallel gradients, optimizer and checkpoints.
+
+It runs on a CPU, in one process or several data-parallel ones over gloo. Device "cuda" is written and never
+ran. Tensor, pipeline, context and expert parallelism are refused: the loop deals trajectories to
+data-parallel ranks alone, and Megatron demands of tensor and context parallelism what only Transformer Engine
+has. Which records their ranks would need is in `slicing`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn import functional
+
+from tracerl.api.errors import InputError
+from tracerl.api.job import DType, Optimizer, Spec, TensorScaleRule
+from tracerl.api.model import ModelShape
+from tracerl.engines.base import Batch, EngineStats, Loss
+from tracerl.engines.expert_weights import DOWN, GATE_UP, fake_quantise_expert_weights, weights_site
+from tracerl.engines.guided import MicroBatch, Treatments
+from tracerl.engines.hf import check_weights, hf_shapes, initial_weights
+from tracerl.engines.megatron import checkpoint
+from tracerl.engines.megatron.host import check_version, host, host_optimizer, join_groups, quiet
+from tracerl.engines.megatron.layers import Seat
+from tracerl.engines.megatron.model import build, check_shape, transformer_config
+from tracerl.engines.megatron.slicing import Held, context_positions, sequence_positions
+from tracerl.engines.megatron.weights import Parameter, check_coverage, parameters, to_hf, to_megatron
+from tracerl.methods import Treatment, plan
+from tracerl.numerics import NonFiniteError
+from tracerl.records.sites import SiteKind, audit_table, site_table
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class MegatronTrainer:
+    """`TrainerEngine` on Megatron-Core's GPTModel.
+
+    Several processes are data parallel: each holds the whole model and sees its own trajectories, and
+    `update` sums gradients over them, so a loss must be divided by what all of them hold together. They must
+    have met (`torch.distributed`) before they are constructed.
+
+    Checkpoints have two forms of the same content. `state` and `load_state` are the loop's: FP32 masters,
+    both moments and the number of updates as whole tensors by Hugging Face's names, the same as the reference
+    trainer's, so that one engine continues what the other began. `save_sharded` and `load_sharded` are
+    Megatron's distributed checkpoint, for models that no process can hold whole: every rank writes its shard.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        spec: Spec,
+        weights: Mapping[str, Tensor] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """`weights` by Hugging Face's names; None draws them from `warmup.seed`.
+
+        InputError for what this engine does not compute, a model too large for the machine, weights of
+        another model, and a version of Megatron-Core that is not tested.
+        """
+        check_version()
+        _check_spec(spec)
+        self.shape, self.spec = shape, spec
+        self._device = torch.device(device)
+        self._dtype = torch.bfloat16 if spec.model.dtype is DType.BFLOAT16 else torch.float32
+        self._plan = plan(spec, shape)
+        self._table, self._audit_table = site_table(shape, spec), audit_table(shape, spec)
+        self._place = join_groups(spec.trainer.parallelism)
+        check_shape(shape, self._place)
+        initial = dict(initial_weights(shape, spec.warmup.seed)) if weights is None else weights
+        check_weights(hf_shapes(shape), initial, "the initial weights")
+
+        self._seat = Seat()
+        self._stats = EngineStats()
+        self._updates = 0
+        self._plain: GPTModel | None = None
+        """An FP32 model over the optimizer's masters, during a warm-up of a BF16 job alone."""
+        self._exact: dict[str, Tensor] = {}
+        """By parameter: the values as exported, while the parameter holds what their codes stand for."""
+        settings = spec.trainer.optimizer
+        try:
+            with host_optimizer(self._device), quiet():
+                config = self._config(self._dtype)
+                self._model = build(shape, config, self._seat, self._device)
+                self._ddp = DistributedDataParallel(
+                    config,
+                    DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False),
+                    self._model,
+                )
+                self._optimizer = get_megatron_optimizer(
+                    _optimizer_config(settings, self._dtype), [self._ddp], use_gloo_process_groups=False
+                )
+        except RuntimeError as error:
+            raise InputError(
+                f"there is no memory for the model of {spec.model.uri}, its gradients and its optimizer "
+                f"({str(error).splitlines()[0]}); use a smaller model or a machine with more memory"
+            ) from None
+        for group in self._optimizer.param_groups:
+            # What Megatron's scheduler would do at every step: vectors do not decay.
+            group["weight_decay"] = float(settings.weight_decay) * group["wd_mult"]
+        self._model.train()
+        self._named = dict(self._model.named_parameters())
+        check_coverage(shape, self._place, self._named)
+        self._parameters = parameters(shape, self._place)
+        self._write_masters(initial)
+
+    def _config(self, dtype: torch.dtype) -> TransformerConfig:
+        extra = self.spec.trainer.engine_args
+        return transformer_config(self.shape, self._place, dtype, self._device, extra)
+
+    # -- forward and backward -------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def forward(self, batch: Batch, *, guided: bool, temperature: float, version: int) -> Tensor:
+        """Log-probs (`TrainerEngine.forward`)."""
+        started = time.perf_counter()
+        with host(self._device):
+            logp, _ = self._logp(batch, guided=guided, temperature=temperature, version=version)
+        self._seat.treatments = None
+        self._stats.forward_seconds += time.perf_counter() - started
+        return logp
+
+    def accumulate(
+        self, batch: Batch, loss: Loss, *, guided: bool, temperature: float, version: int
+    ) -> Tensor:
+        """Log-probs, and the loss's gradient added (`TrainerEngine.accumulate`).
+
+        With activation recompute the backward pass computes layers again, from the same records.
+        """
+        started = time.perf_counter()
+        with host(self._device):
+            logp, treatments = self._logp(batch, guided=guided, temperature=temperature, version=version)
+            value = loss(logp)
+            middle = time.perf_counter()
+            treatments.repeat()
+            value.backward()  # type: ignore[no-untyped-call]
+        self._seat.treatments = None
+        self._stats.forward_seconds += middle - started
+        self._stats.backward_seconds += time.perf_counter() - middle
+        return logp.detach()
+
+    def _logp(
+        self, batch: Batch, *, guided: bool, temperature: float, version: int
+    ) -> tuple[Tensor, Treatments]:
+        self._refresh()
+        started = time.perf_counter()
+        micro = MicroBatch(batch.trajectories, self._table, self._audit_table, self._device)
+        self._stats.unpack_seconds += time.perf_counter() - started
+        how = (self._plan, self.spec.quantization, micro, self._stats)
+        treatments = Treatments(*how, guided=guided, version=version)
+        logits_MV = self._logits(self._model, micro.tokens_N, micro.lengths, micro.predicting_M, treatments)
+        logp_M = -functional.cross_entropy(logits_MV.float() / temperature, micro.targets_M, reduction="none")
+        if not bool(logp_M.isfinite().all()):
+            checking = Treatments(*how, guided=guided, version=version, check=True)
+            with torch.no_grad():
+                self._logits(self._model, micro.tokens_N, micro.lengths, micro.predicting_M, checking)
+            raise NonFiniteError("the logits")
+        batch_size, width = micro.size
+        logp = logp_M.new_zeros(batch_size * width).index_put((micro.places_M,), logp_M)
+        return logp.view(batch_size, width), treatments
+
+    def _logits(
+        self,
+        model: GPTModel,
+        tokens_N: Tensor,
+        lengths: list[int],
+        predicting_M: Tensor,
+        treatments: Treatments | None,
+    ) -> Tensor:
+        """Logits [M, vocab] of some rows of sequences that lie one after the other; they are padded here.
+
+        The seat keeps the treatments, for a backward pass that computes layers again.
+        """
+        multiple = self._place.multiple
+        longest = -(-max(lengths) // multiple) * multiple
+        every = Held.of(lengths, torch.arange(longest)).to(self._device)
+        seat = self._seat
+        seat.treatments = treatments
+        seat.sequence = Held.of(lengths, sequence_positions(longest, self._place)).to(self._device)
+        seat.attended = Held.of(lengths, context_positions(longest, self._place)).to(self._device)
+        seat.fc2_treated = treatments is not None and treatments.touches(
+            SiteKind.FC2_INPUT, range(self.shape.layers)
+        )
+        batch = len(lengths)
+        tokens_P1 = every.put(tokens_N.new_zeros(every.size, 1), tokens_N.unsqueeze(1))
+        tokens_BS = tokens_P1.view(longest, batch).t().contiguous()
+        positions_BS = torch.arange(longest, device=self._device).expand(batch, -1)
+        future_SS = torch.ones(longest, longest, dtype=torch.bool, device=self._device).triu(1)
+        logits_BSV: Tensor = model(tokens_BS, positions_BS, future_SS[None, None])
+        place_M = every.slots.index_select(0, predicting_M)
+        at = (place_M % batch) * longest + place_M // batch
+        return logits_BSV.reshape(batch * longest, -1).index_select(0, at)
+
+    def supervised_step(self, tokens: Tensor, loss_mask: Tensor) -> float:
+        """One unquantised FP32 update (`TrainerEngine.supervised_step`)."""
+        batch, length = tokens.shape
+        model = self._plain_model()
+        with host(self._device):
+            taken = tokens[:, :-1].reshape(-1).to(self._device)
+            chosen = loss_mask[:, 1:].reshape(-1).nonzero().squeeze(1).to(self._device)
+            targets_M = tokens[:, 1:].reshape(-1).to(self._device).index_select(0, chosen)
+            logits_MV = self._logits(model, taken, [length - 1] * batch, chosen, None)
+            loss = functional.cross_entropy(logits_MV.float(), targets_M, reduction="sum")
+            totals = torch.tensor([float(loss.detach()), float(len(chosen))], dtype=torch.float64)
+            dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
+            (loss / float(totals[1])).backward()  # type: ignore[no-untyped-call]
+        if model is not self._model:
+            for name, plain in model.named_parameters():
+                if plain.grad is not None:
+                    self._named[name].main_grad.add_(plain.grad)
+                    plain.grad = None
+        self.update()
+        return float(totals[0] / totals[1])
+
+    def _plain_model(self) -> GPTModel:
+        """The model in FP32 with exact weights: itself in an FP32 job, else one that shares the masters."""
+        self._restore()
+        if self._dtype is torch.float32:
+            return self._model
+        if self._plain is None:
+            with host(self._device), quiet():
+                self._plain = build(self.shape, self._config(torch.float32), self._seat, self._device)
+            self._plain.train()
+            for name, plain in self._plain.named_parameters():
+                plain.data = self._master(self._named[name]).data
+        return self._plain
+
+    # -- update and weights ---------------------------------------------------------------------------------
+
+    def update(self) -> float:
+        """Clip and step (`TrainerEngine.update`); a gradient that is not finite changes no weight."""
+        started = time.perf_counter()
+        self._restore()
+        with host_optimizer(self._device):
+            finalize_model_grads([self._ddp])
+            self._optimizer.prepare_grads()
+            norm = float(self._optimizer.get_grad_norm())
+            if norm < float("inf"):
+                self._optimizer.step()
+                self._updates += 1
+            self._optimizer.zero_grad()
+            self._ddp.zero_grad_buffer()
+        self._stats.update_seconds += time.perf_counter() - started
+        return norm
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Set the rate of the next updates."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+
+    def reset_optimizer(self) -> None:
+        """Start it afresh (`TrainerEngine.reset_optimizer`)."""
+        self._updates = 0
+        self._plain = None
+        for optimizer in _inner(self._optimizer):
+            optimizer.state.clear()
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """Weights by Hugging Face's names, in compute dtype: what the rollout gets and the trainer uses."""
+        for parameter in self._parameters:
+            value = self._master_value(parameter).to(self._dtype)
+            for name, tensor in to_hf(parameter, [value], self.shape):
+                yield name, tensor.contiguous()
+
+    def _refresh(self) -> None:
+        """Put quantised values into the experts, once a version: of what was exported, in its dtype."""
+        if self._exact or self._plan.weights_trainer is Treatment.UNQUANTIZED:
+            return
+        for layer in range(self.shape.layers):
+            for matrix, gate_up in ((GATE_UP, True), (DOWN, False)):
+                mine = [
+                    p for p in self._parameters if p.expert and p.expert[0] == layer and p.gate_up is gate_up
+                ]
+                values = torch.stack([self._named[p.name].data for p in mine])
+                site = weights_site(layer, matrix)
+                quantised = fake_quantise_expert_weights(values, self.spec.quantization, site=site)
+                for parameter, value in zip(mine, quantised, strict=True):
+                    held = self._named[parameter.name]
+                    self._exact[parameter.name], held.data = held.data, value
+
+    def _restore(self) -> None:
+        """Put exact values back, before anything reads or writes parameters."""
+        for name, value in self._exact.items():
+            self._named[name].data = value
+        self._exact.clear()
+
+    def _master(self, held: torch.nn.Parameter) -> Tensor:
+        """FP32 values of a parameter: the optimizer's copy in a BF16 job, else itself."""
+        master: Tensor = getattr(held, "main_param", held)
+        return master
+
+    def _master_value(self, parameter: Parameter) -> Tensor:
+        held = self._named[parameter.name]
+        if self._dtype is torch.float32:
+            value: Tensor = self._exact.get(parameter.name, held.data)
+            return value
+        return self._master(held).data
+
+    @torch.no_grad()
+    def _write_masters(self, tensors: Mapping[str, Tensor]) -> None:
+        self._restore()
+        for parameter in self._parameters:
+            held = self._named[parameter.name]
+            value = to_megatron(parameter, tensors, self.shape, self._place)
+            self._master(held).data.copy_(value)
+            held.data.copy_(self._master(held).data)
+
+    # -- checkpoints ----------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Tensor]:
+        """FP32 weights, both moments, and the number of updates, by Hugging Face's names under a prefix."""
+        state = {"updates": torch.tensor(self._updates)}
+        for parameter in self._parameters:
+            value = self._master_value(parameter)
+            parts = {"weights": value} | {
+                moment: found if found is not None else torch.zeros_like(value)
+                for moment, found in self._moments(parameter).items()
+            }
+            for prefix, tensor in parts.items():
+                for name, part in to_hf(parameter, [tensor], self.shape):
+                    state[f"{prefix}/{name}"] = part.clone(memory_format=torch.contiguous_format)
+        return state
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from `state` (`TrainerEngine.load_state`)."""
+        if "updates" not in state:
+            raise InputError("the checkpoint has no number of updates; resume from another checkpoint")
+        read = {}
+        for prefix in ("weights", *_MOMENTS):
+            read[prefix] = {
+                name.removeprefix(prefix + "/"): tensor
+                for name, tensor in state.items()
+                if name.startswith(prefix + "/")
+            }
+            check_weights(hf_shapes(self.shape), read[prefix], f"the checkpoint's {prefix}")
+        self._write_masters(read["weights"])
+        self._updates = int(state["updates"])
+        for optimizer in _inner(self._optimizer):
+            optimizer.state.clear()
+        if not self._updates:
+            return
+        owners = {
+            id(held): optimizer
+            for optimizer in _inner(self._optimizer)
+            for group in optimizer.param_groups
+            for held in group["params"]
+        }
+        for parameter in self._parameters:
+            master = self._master(self._named[parameter.name])
+            moments = {
+                moment: to_megatron(parameter, read[moment], self.shape, self._place)
+                .to(self._device, torch.float32)
+                .clone(memory_format=torch.contiguous_format)
+                for moment in _MOMENTS
+            }
+            step = torch.tensor(float(self._updates))
+            owners[id(master)].state[master] = {"step": step, **moments}
+
+    def save_sharded(self, directory: Path) -> None:
+        """Write Megatron's distributed checkpoint into an empty directory; all ranks call this together."""
+        self._restore()
+        with host_optimizer(self._device):
+            checkpoint.save(directory, self._model, self._optimizer, self._updates)
+
+    def load_sharded(self, directory: Path) -> None:
+        """Continue from `save_sharded`, of this layout or another; all ranks call this together."""
+        self._restore()
+        with host_optimizer(self._device):
+            self._updates = checkpoint.load(directory, self._model, self._optimizer)
+
+    def _moments(self, parameter: Parameter) -> dict[str, Tensor | None]:
+        master = self._master(self._named[parameter.name])
+        for optimizer in _inner(self._optimizer):
+            if master in optimizer.state:
+                return {moment: optimizer.state[master][moment] for moment in _MOMENTS}
+        return dict.fromkeys(_MOMENTS)
+
+    def stats(self) -> EngineStats:
+        """Sums since the last call."""
+        stats, self._stats = self._stats, EngineStats()
+        return stats
+
+
+def _check_spec(spec: Spec) -> None:
+    if spec.quantization.tensor_scale is not TensorScaleRule.FIXED:
+        raise InputError(
+            f"spec.quantization.tensorScale: the Megatron trainer does not compute "
+            f"{spec.quantization.tensor_scale}; use Fixed"
+        )
+    parallelism = spec.trainer.parallelism
+    for axis in ("tensor", "pipeline", "context", "expert"):
+        size = getattr(parallelism, axis)
+        if size > 1:
+            raise InputError(
+                f"spec.trainer.parallelism.{axis} is {size}, but the loop deals trajectories to "
+                "data-parallel ranks alone; use data"
+            )
+
+
+def _optimizer_config(settings: Optimizer, dtype: torch.dtype) -> OptimizerConfig:
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=float(settings.learning_rate),
+        min_lr=0.0,
+        weight_decay=float(settings.weight_decay),
+        adam_beta1=float(settings.beta1),
+        adam_beta2=float(settings.beta2),
+        adam_eps=float(settings.epsilon),
+        clip_grad=0.0 if settings.gradient_clip is None else float(settings.gradient_clip),
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+    )
+
+
+def _inner(optimizer: Any) -> list[Any]:
+    """The torch optimizers inside Megatron's: one for experts' parameters and one for all others."""
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [one.optimizer for one in chained if one.optimizer is not None]
