@@ -17,7 +17,16 @@ from typing import Any
 from pydantic.alias_generators import to_camel
 
 from tracerl.api.errors import InputError
-from tracerl.api.job import Colocation, MethodName, Spec, Spill, Trace, TraceRLJob, quantity_bytes
+from tracerl.api.job import (
+    Colocation,
+    MethodName,
+    RolloutEngine,
+    Spec,
+    Spill,
+    Trace,
+    TraceRLJob,
+    quantity_bytes,
+)
 from tracerl.api.load import load_job
 from tracerl.api.model import ModelShape
 from tracerl.api.ring import segment_size
@@ -29,6 +38,8 @@ from tracerl.transport.ring.segments import ALIGNMENT
 
 _NAME_BYTES = 112
 """Job UID, run id and trajectory id of a frame, as `tracerl run` makes them."""
+_BESIDE_ROW, _BESIDE_SLOT = 5, 24
+"""Bytes that the recorder of SGLang keeps beside each row of a slot, and once for all rows of it."""
 _MIB = 2**20
 _USED = 7 / 8
 """Share of a ring's segments that frames fill: a store moves cold ones away before fewer are free."""
@@ -131,7 +142,7 @@ class Node:
     """One node of the rollout, and of the trainer where they share it. Host memory and rates in bytes."""
 
     rollout_rows_bytes: int
-    """Rows of running sequences that are not yet in frames."""
+    """Rows of running sequences that are not yet in frames; with SGLang of every slot of its KV cache."""
     trainer_rows_bytes: int
     """Rows of two micro-batches a rank: one that computes, one that is fetched."""
     memory_bytes: int
@@ -428,9 +439,7 @@ def _store(facts: _Facts, step: Step, residency: Residency) -> Store:
 
 def _node(facts: _Facts, token: Token, step: Step) -> Node:
     spec, rollout, trainer = facts.spec, facts.spec.rollout, facts.spec.trainer
-    length = facts.prompt + facts.response
-    running: float = min(rollout.kv_cache_tokens, rollout.max_running_requests * length)
-    rows = math.ceil(running / rollout.nodes_per_replica * token.record)
+    rows = _rollout_rows(facts, token)
     sizes = trainer.parallelism
     ranks = sizes.tensor * sizes.pipeline * sizes.context * sizes.data
     split = sum(s.row_bytes for s in facts.table.sites if s.kind in {SiteKind.KEY, SiteKind.VALUE})
@@ -457,6 +466,20 @@ def _node(facts: _Facts, token: Token, step: Step) -> Node:
         read_per_second=read,
         network_per_second=network,
     )
+
+
+def _rollout_rows(facts: _Facts, token: Token) -> int:
+    rollout = facts.spec.rollout
+    if rollout.engine is RolloutEngine.SGLANG:
+        # Every tensor-parallel rank knows the versions, and what a row cost; the row itself is split.
+        tables = [token.record] if token.record else []
+        if facts.spec.records.audit_every:
+            tables.append(facts.audit.row_bytes)
+        ranks = rollout.parallelism.tensor
+        known = ranks * (_BESIDE_ROW * len(tables) + _BESIDE_SLOT) if tables else 0
+        return math.ceil(rollout.kv_cache_tokens / rollout.nodes_per_replica * (sum(tables) + known))
+    running = min(rollout.kv_cache_tokens, rollout.max_running_requests * (facts.prompt + facts.response))
+    return math.ceil(running / rollout.nodes_per_replica * token.record)
 
 
 def _advice(spec: Spec, step: Step, residency: Residency, store: Store) -> list[str]:
@@ -565,7 +588,7 @@ def render(plan: Plan) -> str:
             add("without a place", size(store.homeless_bytes))
     if plan.objects is not None:
         add("objects a step", f"{plan.objects.objects:,}", "at least, of all nodes")
-    add("rows of running sequences", size(node.rollout_rows_bytes), "host memory of the rollout")
+    add("rows the rollout holds", size(node.rollout_rows_bytes), "host memory of the rollout")
     add("rows of two micro-batches", size(node.trainer_rows_bytes), "host memory of the trainer")
     add("host memory for records", size(node.memory_bytes))
     if node.written_per_second is not None and node.network_per_second is not None:

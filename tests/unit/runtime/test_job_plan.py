@@ -5,22 +5,27 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tracerl.api.errors import InputError
-from tracerl.api.load import load_job
+from tracerl.api.load import check, load_job, read_manifest
 from tracerl.api.model import BUILTIN_MODELS
 from tracerl.api.shapes import KNOWN_MODELS, planning_shape
 from tracerl.cli import main
+from tracerl.engines.capture import held_sites
+from tracerl.engines.frames import FrameWriter
+from tracerl.engines.sglang.recorder import Recorder, SlotRows
 from tracerl.records.frame import FrameHeader, encode_frame
-from tracerl.records.sites import site_table
+from tracerl.records.sites import audit_table, site_table
 from tracerl.runtime.plan import Load, Plan, plan, render
 
 ROOT = Path(__file__).resolve().parents[3]
-CANARY, QWEN = ROOT / "jobs/examples/canary.yaml", ROOT / "jobs/examples/qwen3.5-35b.yaml"
+CANARY = ROOT / "jobs/examples/canary.yaml"
+QWEN, APART = (ROOT / f"jobs/examples/gb200-qwen3.5-35b-a3b-{name}.yaml" for name in ("node", "none"))
 LONG = ("spec.algorithm.maxResponseTokens=260096", "spec.trainer.microBatchTokens=262144")
 GIB = 2**30
 
@@ -29,8 +34,9 @@ def planned(manifest: Path, *overrides: str, load: Load | None = None) -> Plan:
     return plan(manifest, overrides, load=load or Load())
 
 
-def test_bytes_a_token_of_the_35b_model() -> None:
-    token = planned(QWEN).token
+@pytest.mark.parametrize("manifest", [QWEN, APART], ids=lambda path: path.stem)
+def test_bytes_a_token_of_the_35b_model(manifest: Path) -> None:
+    token = planned(manifest).token
     assert {kind.kind: kind.bytes for kind in token.kinds} == {
         "ExpertInput": 6080,
         "Key": 380,
@@ -38,6 +44,54 @@ def test_bytes_a_token_of_the_35b_model() -> None:
         "Routes": 320,
     }
     assert (token.record, token.everything) == (7160, 51_840)
+
+
+def test_keys_and_values_of_layers_with_full_attention_alone() -> None:
+    """10 of the 40 layers have a cache of keys and values; the last half of those is recorded, or all."""
+    layers = {
+        policy: {kind.kind: kind.layers for kind in planned(QWEN, *policy).token.kinds}
+        for policy in [(), ("spec.method.trace.layers.policy=All",)]
+    }
+    assert layers == {
+        (): {"ExpertInput": 20, "Key": 5, "Value": 5, "Routes": 40},
+        ("spec.method.trace.layers.policy=All",): {"ExpertInput": 40, "Key": 10, "Value": 10, "Routes": 40},
+    }
+
+
+@pytest.mark.parametrize("manifest", [QWEN, APART], ids=lambda path: path.stem)
+@pytest.mark.parametrize(("prompts", "samples"), [(256, 16), (128, 16), (64, 16), (64, 8)])
+@pytest.mark.parametrize(("overrides", "tokens"), [((), 32_768), (LONG, 262_144)])
+def test_every_batch_of_the_paper(
+    manifest: Path, prompts: int, samples: int, overrides: tuple[str, ...], tokens: int
+) -> None:
+    """The manifests take each of the paper's shapes and lengths, on the 72 GPUs of its figures."""
+    shape = (f"spec.algorithm.promptsPerStep={prompts}", f"spec.algorithm.samplesPerPrompt={samples}")
+    result = planned(manifest, *shape, *overrides)
+    assert result.gpus == 72
+    assert result.step.tokens == prompts * samples * tokens
+    rows = prompts * samples * (tokens - 1)
+    assert result.step.everything_bytes == rows * 51_840
+    # Headers of frames are a thousandth of the records.
+    assert 1 < result.step.record_bytes / (rows * 7160) < 1.002
+    nodes = result.rollout_nodes
+    assert result.residency.node_bytes == -(-4 * result.step.record_bytes // nodes)
+
+
+def test_what_this_version_refuses_of_the_gb200_manifests() -> None:
+    """Their heads say that it does, and name these fields."""
+    for manifest in (QWEN, APART):
+        paths = [fault.path for fault in check(read_manifest(manifest))]
+        assert paths == [
+            "spec.trainer.gpusPerNode",
+            "spec.trainer.parallelism.tensor",
+            "spec.trainer.parallelism.expert",
+            "spec.model.uri",
+        ]
+        head = manifest.read_text("utf-8").partition("apiVersion")[0]
+        said = "(spec.model.uri, spec.trainer.gpusPerNode, spec.trainer.parallelism)"
+        assert f"plans it and refuses to run it {said}" in head
+        assert "NOT IN THIS PROJECT" in head
+        assert "NEVER RAN" in head
 
 
 def test_the_papers_51_terabytes_and_3_hours() -> None:
@@ -145,6 +199,31 @@ def test_rates_come_from_the_step() -> None:
     assert node.network_per_second == pytest.approx((0, node.read_per_second * 17 / 18))
     apart = planned(QWEN, "spec.placement.colocation=None", load=Load(step_seconds=700))
     assert apart.node.network_per_second == (node.read_per_second, node.read_per_second)
+
+
+@pytest.mark.parametrize("audit", [0, 8])
+def test_sglang_holds_a_row_for_every_slot(audit: int) -> None:
+    """As much as its recorder takes; an engine that holds running sequences alone takes less."""
+    slots = 4096
+    rollout = f"spec.rollout={{engine: SGLang, kvCacheTokens: {slots}}}"
+    every = f"spec.records.auditEvery={audit}"
+    job = load_job(CANARY, [rollout, every])
+    shape = BUILTIN_MODELS["tiny-moe"]
+    tables = [site_table(shape, job.spec), *([audit_table(shape, job.spec)] if audit else [])]
+    held = [SlotRows(table, held_sites(table), slots) for table in tables]
+    with closing(FrameWriter(limit_bytes=1, deadline_seconds=1)) as writer:
+        recorder = Recorder(
+            held,
+            writer,
+            reprefill=job.spec.records.reprefill,
+            chunk_tokens=512,
+            audit_every=audit,
+            instance="i",
+            finished=lambda *_: None,
+        )
+    assert planned(CANARY, rollout, every).node.rollout_rows_bytes == recorder.bytes
+    reference = planned(CANARY, "spec.rollout={kvCacheTokens: 4096}", every)
+    assert reference.node.rollout_rows_bytes < recorder.bytes
 
 
 def test_mean_lengths() -> None:
