@@ -13,7 +13,7 @@ export UV_PYTHON_PREFERENCE ?= system
 
 .PHONY: help
 help: ## This list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
 
 .cache/uv/bin/uv:
 	@echo "uv is not on the PATH: installing uv $(UV_VERSION) into .cache/uv"
@@ -36,6 +36,38 @@ test: install ## Unit and integration tests, about 5 minutes on 2 cores
 .PHONY: test-peers
 test-peers: install ## Numerics bit for bit against fouroversix, torchao, modelopt and compressed-tensors
 	UV=$(UV) bash tests/peers/run.sh
+
+# An engine brings its own versions of the same packages, so each has an environment from a lock file of its own.
+ENGINES ?= sglang megatron megatron-0.19
+ENGINE_PYTHON = $(if $(filter megatron-0.19,$*),3.12,3.11)
+# pyenv's shims are no interpreters for uv.
+ENGINE_PYTHON_PATH = $(firstword $(wildcard $(HOME)/.pyenv/versions/$(ENGINE_PYTHON).*/bin/python) $(ENGINE_PYTHON))
+ENGINE = .cache/engines/$(1)/bin/python
+
+.cache/engines/%/installed: images/engines/%.txt tests/engines/requirements.txt pyproject.toml $(filter .cache/uv/bin/uv,$(UV))
+	@echo "engines: $* in .cache/engines/$*"
+	@$(UV) venv --quiet --clear --python $(ENGINE_PYTHON_PATH) .cache/engines/$* || { echo "make: Python $(ENGINE_PYTHON) is needed for $*: install it, or leave $* out (make engines ENGINES=\"sglang megatron\")"; exit 1; }
+	@$(UV) pip install --quiet --python .cache/engines/$* --no-deps -r images/engines/$*.txt -r tests/engines/requirements.txt
+	@$(UV) pip install --quiet --python .cache/engines/$* --no-deps --editable .
+	@touch $@
+
+.PHONY: engines
+engines: $(ENGINES:%=.cache/engines/%/installed) ## Environments of SGLang and Megatron-Core in .cache/engines/ (6 GB each, most of it shared)
+
+.PHONY: canary-engines
+canary-engines: install .cache/engines/sglang/installed .cache/engines/megatron/installed ## A tiny MoE again, with SGLang as rollout and Megatron-Core as trainer, on CPU cores
+	TRACERL_ROLLOUT_PYTHON=$(call ENGINE,sglang) TRACERL_TRAINER_PYTHON=$(call ENGINE,megatron) \
+		$(RUN) tracerl run jobs/examples/canary-engines.yaml --out runs/canary-engines-$$(date +%Y%m%d-%H%M%S)
+
+.PHONY: test-engines
+test-engines: install engines ## Plugin, adapter and their records against the real SGLang and Megatron-Core, on CPU cores
+	$(call ENGINE,sglang) -m pytest -c tests/engines/pytest.ini tests/engines/test_sglang_*.py
+	for engine in $(filter megatron%,$(ENGINES)); do \
+		.cache/engines/$$engine/bin/python -m pytest -c tests/engines/pytest.ini tests/engines/test_megatron_*.py || exit 1; \
+	done
+	TRACERL_ROLLOUT_PYTHON=$(call ENGINE,sglang) $(call ENGINE,megatron) -m pytest -c tests/engines/pytest.ini tests/engines/test_compare_*.py
+	TRACERL_ROLLOUT_PYTHON=$(call ENGINE,sglang) TRACERL_TRAINER_PYTHON=$(call ENGINE,megatron) \
+		$(RUN) python -m pytest -c tests/engines/pytest.ini tests/engines/test_loop_*.py
 
 .PHONY: test-transport
 test-transport: install ## Kills, corruption and soak of the record store, and the object store on a real S3 server

@@ -18,7 +18,7 @@ import yaml
 from pydantic import Field, ValidationError
 
 from tracerl.api.errors import InputError
-from tracerl.api.job import UID_PATTERN, Model, TraceRLJob
+from tracerl.api.job import UID_PATTERN, Model, RolloutEngine, TraceRLJob
 
 
 class Endpoint(Model):
@@ -81,8 +81,13 @@ class ResolvedJob(Model):
 
     @property
     def appear_seconds(self) -> float:
-        """How long a process may take to appear: on a cluster a pod is placed and an image pulled first."""
-        return 900.0 if self.on_cluster else 300.0
+        """How long a process may take to appear.
+
+        On a cluster a pod is placed and an image pulled first; SGLang's processes import for minutes where
+        cores are busy.
+        """
+        slow = self.on_cluster or self.job.spec.rollout.engine is RolloutEngine.SGLANG
+        return 900.0 if slow else 300.0
 
     @property
     def records_uri(self) -> str:

@@ -13,7 +13,6 @@ from pydantic.alias_generators import to_snake
 from tracerl.api.errors import Fault
 from tracerl.api.job import (
     Format,
-    NumericsBackend,
     RolloutEngine,
     TensorScaleRule,
     TrainerEngine,
@@ -23,48 +22,72 @@ from tracerl.api.rules import MODEL_SCHEMES, Check, Facts, Level, Rule, scheme
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """The one value of a field that this version runs, and why no other."""
+    """The values of a field that this version runs, and why no others.
+
+    With an `engine`, only where the role that the path names uses that engine.
+    """
 
     path: str
-    value: object
+    values: tuple[object, ...]
     why: str
+    engine: RolloutEngine | TrainerEngine | None = None
 
 
-_ENGINE = "it has the Reference engine alone"
-_CPU = "its engines compute on CPUs"
-_ONE_PROCESS = "a rollout is one process"
+_CPU = "it computes on CPUs"
+_ONE_PROCESS = "it is one process"
 _WHOLE_MODEL = "every trainer process holds the whole model"
+_ROLLOUT, _TRAINER = RolloutEngine.REFERENCE, TrainerEngine.REFERENCE
 
 SUPPORTED: tuple[Only, ...] = (
-    Only("spec.rollout.engine", RolloutEngine.REFERENCE, _ENGINE),
-    Only("spec.trainer.engine", TrainerEngine.REFERENCE, _ENGINE),
-    Only("spec.rollout.numerics", NumericsBackend.EMULATED, "it emulates FP4"),
-    Only("spec.rollout.nodesPerReplica", 1, _ONE_PROCESS),
-    Only("spec.rollout.gpusPerNode", 0, _CPU),
-    Only("spec.trainer.gpusPerNode", 0, _CPU),
-    Only("spec.rollout.parallelism.tensor", 1, _ONE_PROCESS),
-    Only("spec.rollout.parallelism.expert", 1, _ONE_PROCESS),
-    Only("spec.rollout.parallelism.data", 1, _ONE_PROCESS),
-    Only("spec.trainer.parallelism.tensor", 1, _WHOLE_MODEL),
-    Only("spec.trainer.parallelism.pipeline", 1, _WHOLE_MODEL),
-    Only("spec.trainer.parallelism.context", 1, _WHOLE_MODEL),
-    Only("spec.trainer.parallelism.expert", 1, _WHOLE_MODEL),
-    Only("spec.quantization.format", Format.NVFP4, "it computes NVFP4 alone"),
-    Only("spec.quantization.tensorScale", TensorScaleRule.FIXED, "it has fixed tensor scales alone"),
-    Only("spec.observe.baselineEvery", 0, "its steps all record"),
+    Only(
+        "spec.trainer.engine", (TrainerEngine.REFERENCE, TrainerEngine.MEGATRON), "it has no adapter of verl"
+    ),
+    Only("spec.rollout.nodesPerReplica", (1,), "a rollout server is of one node"),
+    Only("spec.rollout.gpusPerNode", (0,), _CPU, _ROLLOUT),
+    Only("spec.trainer.gpusPerNode", (0,), _CPU, _TRAINER),
+    Only(
+        "spec.trainer.gpusPerNode",
+        (0, 1),
+        "a trainer pod is one process, which has one GPU",
+        TrainerEngine.MEGATRON,
+    ),
+    Only("spec.rollout.parallelism.tensor", (1,), _ONE_PROCESS, _ROLLOUT),
+    Only("spec.rollout.parallelism.expert", (1,), _ONE_PROCESS, _ROLLOUT),
+    Only("spec.rollout.parallelism.data", (1,), _ONE_PROCESS, _ROLLOUT),
+    Only(
+        "spec.rollout.parallelism.data",
+        (1,),
+        "with several, SGLang takes no weights from a group of processes",
+        RolloutEngine.SGLANG,
+    ),
+    Only("spec.trainer.parallelism.tensor", (1,), _WHOLE_MODEL),
+    Only("spec.trainer.parallelism.pipeline", (1,), _WHOLE_MODEL),
+    Only("spec.trainer.parallelism.context", (1,), _WHOLE_MODEL),
+    Only("spec.trainer.parallelism.expert", (1,), _WHOLE_MODEL),
+    Only("spec.quantization.format", (Format.NVFP4,), "it computes NVFP4 alone"),
+    Only("spec.quantization.tensorScale", (TensorScaleRule.FIXED,), "it has fixed tensor scales alone"),
+    Only("spec.observe.baselineEvery", (0,), "its steps all record"),
 )
 
 MODEL_SCHEMES_NOW = ("builtin", "file")
 
 
+def _value(facts: Facts, path: str) -> object:
+    value: object = facts
+    for part in path.split("."):
+        value = getattr(value, to_snake(part))
+    return value
+
+
 def _refuse_other(only: Only) -> Check:
     def check(facts: Facts) -> Iterator[Fault]:
-        value: object = facts
-        for part in only.path.split("."):
-            value = getattr(value, to_snake(part))
-        if value != only.value:
-            problem = f"is {_yaml(value)}, which this version does not run ({only.why})"
-            yield Fault(only.path, problem, f"write {_yaml(only.value)}")
+        value = _value(facts, only.path)
+        role = ".".join(only.path.split(".")[:2])
+        if value in only.values or (only.engine and _value(facts, f"{role}.engine") is not only.engine):
+            return
+        with_ = f" with {only.engine}" if only.engine else ""
+        problem = f"is {_yaml(value)}, which this version does not run{with_} ({only.why})"
+        yield Fault(only.path, problem, f"write {' or '.join(_yaml(one) for one in only.values)}")
 
     return check
 
@@ -91,17 +114,18 @@ def _yaml(value: object) -> str:
     return str(value)
 
 
+def _name(only: Only) -> str:
+    name = "version-" + to_snake(only.path.removeprefix("spec.")).replace(".", "-").replace("_", "-")
+    return f"{name}-{only.engine.lower()}" if only.engine else name
+
+
+def _text(only: Only) -> str:
+    values = " or ".join(f"`{_yaml(value)}`" for value in only.values)
+    return f"{f'With {only.engine}: ' if only.engine else ''}{values} only: {only.why}."
+
+
 SUPPORT_RULES: tuple[Rule, ...] = (
-    *(
-        Rule(
-            "version-" + to_snake(only.path.removeprefix("spec.")).replace(".", "-").replace("_", "-"),
-            Level.START,
-            (only.path,),
-            f"`{_yaml(only.value)}` only: {only.why}.",
-            _refuse_other(only),
-        )
-        for only in SUPPORTED
-    ),
+    *(Rule(_name(only), Level.START, (only.path,), _text(only), _refuse_other(only)) for only in SUPPORTED),
     Rule(
         "version-model-uri",
         Level.START,

@@ -19,7 +19,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tracerl.api.errors import InputError
 from tracerl.api.job import Spill, TraceRLJob, quantity_bytes
+from tracerl.runtime.interpreters import interpreter, needs, require_packages
 from tracerl.runtime.rundir import OPEN_FILES, SHARED_MEMORY, cache_directory
 from tracerl.transport.base import TransportError
 
@@ -81,6 +83,8 @@ def examine(job: TraceRLJob | None = None) -> Iterator[Check]:
         yield _shared_memory(job)
     yield _open_files()
     yield _cache()
+    if job is not None:
+        yield from _engines(job)
     gym = importlib.util.find_spec("reasoning_gym") is not None
     yield Check(
         "reasoning-gym",
@@ -203,6 +207,21 @@ def _gpu() -> Check:
     except (ImportError, OSError, RuntimeError) as error:
         return Check("GPU", False, _first_line(error), remedy, needed=False)
     return Check("GPU", bool(names), ", ".join(names) or "none", remedy, needed=False)
+
+
+def _engines(job: TraceRLJob) -> Iterator[Check]:
+    """Say which interpreter each role with an engine of its own has, and whether the engine is there."""
+    for need in needs(job.spec):
+        if not need.field.endswith(".engine"):
+            continue
+        try:
+            found = interpreter(need.role)
+            require_packages(job.spec, need.role)
+        except InputError as error:
+            sentence, _, remedy = str(error).partition("; ")
+            yield Check(need.package, False, sentence, remedy)
+        else:
+            yield Check(need.package, True, f"in {found}", need.remedy)
 
 
 def _places_of_records(job: TraceRLJob) -> Iterator[Check]:

@@ -8,7 +8,6 @@ and stops, shows what the run log says, and leaves the run directory tidy howeve
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from tracerl.observe.run import Ending, parse_line
 from tracerl.observe.runlog import RunLog, Tail
 from tracerl.rl.steprecord import EventRecord, StartRecord, StepRecord
 from tracerl.runtime.display import Display, show
+from tracerl.runtime.interpreters import interpreter, require_packages
 from tracerl.runtime.processes import ProcessSpec, StopSignals, module_arguments
 from tracerl.runtime.rundir import (
     allow_open_files,
@@ -74,12 +74,7 @@ def run_directory(job: TraceRLJob, out: Path | None) -> Path:
 def load_local_job(manifest: Path, overrides: Sequence[str]) -> TraceRLJob:
     """Read a manifest that is to start on this machine, now; InputError lists all faults."""
     job = load_job(manifest, overrides, machine=Machine.here())
-    task = job.spec.task.name or ""
-    if task.startswith("reasoning_gym/") and importlib.util.find_spec("reasoning_gym") is None:
-        raise InputError(
-            f"spec.task.name {task} needs reasoning-gym, which is not installed; "
-            "pip install 'tracerl[tasks]', or write builtin/chain_sum"
-        )
+    require_packages(job.spec)
     return job
 
 
@@ -162,7 +157,10 @@ def _supervise(
 
 
 def process_specs(resolved: ResolvedJob) -> list[ProcessSpec]:
-    """Give the processes of a local run in the order in which they are started."""
+    """Give the processes of a local run in the order in which they are started.
+
+    InputError when the interpreter of a role is named and not there.
+    """
     layout, spec = resolved.layout, resolved.job.spec
 
     def process(name: str, group: str, threads: int, *leaves: Path) -> ProcessSpec:
@@ -170,7 +168,7 @@ def process_specs(resolved: ResolvedJob) -> list[ProcessSpec]:
         return ProcessSpec(
             name,
             group,
-            module_arguments(f"tracerl.runtime.{role}_main", str(layout.job), name),
+            module_arguments(f"tracerl.runtime.{role}_main", str(layout.job), name, python=interpreter(role)),
             layout.log(name),
             _environment(threads),
             # A server that comes back listens elsewhere: nobody must ask whoever has the old port by then.

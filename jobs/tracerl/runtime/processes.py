@@ -276,6 +276,6 @@ class StopSignals:
             signal.signal(number, handler)
 
 
-def module_arguments(module: str, *arguments: str) -> list[str]:
-    """Arguments that run a module with this interpreter, without the working directory on the import path."""
-    return [sys.executable, "-P", "-m", module, *arguments]
+def module_arguments(module: str, *arguments: str, python: str = sys.executable) -> list[str]:
+    """Arguments that run a module with an interpreter, without the working directory on the import path."""
+    return [python, "-P", "-m", module, *arguments]

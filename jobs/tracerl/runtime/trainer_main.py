@@ -21,12 +21,14 @@ from urllib.parse import urlsplit
 
 from tracerl.api.constants import Reason
 from tracerl.api.errors import InputError, JobError
+from tracerl.api.job import TrainerEngine as TrainerEngineName
 from tracerl.api.model import file_path, model_shape
 from tracerl.api.resolved import EndpointFile, ResolvedJob
 from tracerl.observe.metrics import MetricsServer, StepExporter
 from tracerl.observe.runlog import RunLog
 from tracerl.rl.steprecord import StepRecord
 from tracerl.runtime.child import EXIT_SIGTERM, at_sigterm, run_process
+from tracerl.runtime.interpreters import require_here
 
 if TYPE_CHECKING:
     from tracerl.engines.base import TrainerEngine
@@ -69,11 +71,12 @@ def _train(resolved: ResolvedJob, name: str, exporter: StepExporter) -> None:
 
     spec = resolved.job.spec
     torch.set_num_threads(spec.trainer.threads)
-    engine = _engine(resolved)
     rank, ranks = int(name.removeprefix("trainer-")), spec.trainer.parallelism.data
     if ranks > 1:
         meeting = resolved.endpoints.meeting or resolved.layout.meeting
         join(meeting, rank=rank, ranks=ranks, seconds=resolved.appear_seconds)
+    # Behind the meeting: Megatron makes its groups of the processes that are there.
+    engine = _engine(resolved)
     if rank > 0:
         if resolved.on_cluster:
             from tracerl.runtime.cluster import STOP_SECONDS  # noqa: PLC0415
@@ -128,18 +131,26 @@ def _published(server: MetricsServer, directory: Path, name: str) -> Iterator[No
 
 
 def _engine(resolved: ResolvedJob) -> TrainerEngine:
-    from tracerl.engines.reference.trainer import ReferenceTrainer  # noqa: PLC0415
     from tracerl.engines.reference.weights import read_tensors  # noqa: PLC0415
 
     spec = resolved.job.spec
+    require_here(spec, "trainer")
     shape = model_shape(spec.model.uri)
     if shape is None:
         raise InputError(
             f"spec.model.uri {spec.model.uri} is not on this machine; give builtin:// or file://"
         )
-    if spec.model.uri.startswith("builtin://"):
-        return ReferenceTrainer(shape, spec)
-    return ReferenceTrainer(shape, spec, read_tensors(file_path(spec.model.uri)))
+    weights = None
+    if not spec.model.uri.startswith("builtin://"):
+        weights = read_tensors(file_path(spec.model.uri))
+    if spec.trainer.engine is TrainerEngineName.MEGATRON:
+        from tracerl.engines.megatron.trainer import MegatronTrainer  # noqa: PLC0415
+
+        device = "cuda" if spec.trainer.gpus_per_node else "cpu"
+        return MegatronTrainer(shape, spec, weights, device=device)
+    from tracerl.engines.reference.trainer import ReferenceTrainer  # noqa: PLC0415
+
+    return ReferenceTrainer(shape, spec, weights)
 
 
 if __name__ == "__main__":

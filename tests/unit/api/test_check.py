@@ -25,6 +25,9 @@ def by_path(faults: list[Fault]) -> dict[str, str]:
     return {fault.path: f"{fault.problem}; {fault.remedy}" for fault in faults}
 
 
+APART = ["spec.placement.colocation=None"]
+
+
 # Overrides that break the shortest manifest -> where -> what the line says.
 BAD: list[tuple[list[str], str, str]] = [
     # one field
@@ -378,8 +381,24 @@ BAD: list[tuple[list[str], str, str]] = [
     ),
     (["spec.managedBy=kueue"], "spec.managedBy", "kueue.x-k8s.io/multikueue"),
     # what this version does not run
-    (["spec.rollout.engine=SGLang"], "spec.rollout.engine", "this version does not run"),
-    (["spec.trainer.engine=Verl"], "spec.trainer.engine", "write Reference"),
+    (["spec.trainer.engine=Verl"], "spec.trainer.engine", "write Reference or Megatron"),
+    (
+        ["spec.rollout={gpusPerNode: 1}", "spec.placement.colocation=None"],
+        "spec.rollout.gpusPerNode",
+        "is 1, which this version does not run with Reference (it computes on CPUs); write 0",
+    ),
+    (
+        ["spec.trainer={gpusPerNode: 1}", "spec.placement.colocation=None"],
+        "spec.trainer.gpusPerNode",
+        "does not run with Reference",
+    ),
+    (
+        ["spec.trainer={engine: Megatron, gpusPerNode: 2, parallelism: {data: 2}}", *APART],
+        "spec.trainer.gpusPerNode",
+        "does not run with Megatron (a trainer pod is one process, which has one GPU); write 0 or 1",
+    ),
+    (["spec.rollout.nodes=2", "spec.rollout.nodesPerReplica=2"], "spec.rollout.nodesPerReplica", "write 1"),
+    (["spec.trainer.parallelism.pipeline=2"], "spec.trainer.parallelism.pipeline", "write 1"),
     (["spec.quantization.format=MXFP4"], "spec.quantization.format", "write NVFP4"),
     (["spec.quantization.tensorScale=PerToken"], "spec.quantization.tensorScale", "write Fixed"),
     (
@@ -393,6 +412,11 @@ BAD: list[tuple[list[str], str, str]] = [
     ),
     (["spec.trainer.parallelism.context=2"], "spec.trainer.parallelism.context", "write 1"),
     (["spec.rollout.parallelism.data=2"], "spec.rollout.parallelism.data", "write 1"),
+    (
+        ["spec.rollout={engine: SGLang, parallelism: {data: 2}}"],
+        "spec.rollout.parallelism.data",
+        "does not run with SGLang",
+    ),
     (["spec.observe.baselineEvery=2"], "spec.observe.baselineEvery", "write 0"),
     (["spec.model.uri=hf://Qwen/Qwen3-30B-A3B"], "spec.model.uri", "write builtin://NAME, or file:///PATH"),
 ]
@@ -555,7 +579,9 @@ def test_fault_of_this_machine(
             "spec.rollout={gpusPerNode: 4, parallelism: {tensor: 2, data: 2, expert: 4}}",
             "spec.placement.colocation=None",
         ],
-        ["spec.rollout={engine: SGLang, numerics: Emulated}"],
+        ["spec.rollout.engine=SGLang", "spec.trainer.engine=Megatron"],
+        ["spec.rollout={engine: SGLang, gpusPerNode: 2, parallelism: {tensor: 2}, numerics: Native}", *APART],
+        ["spec.trainer={engine: Megatron, gpusPerNode: 1, nodes: 2, parallelism: {data: 2}}", *APART],
         ["spec.transport={ring: {size: 1Gi}}", "spec.rollout.resources.limits.memory=1Gi"],
         ["spec.rollout.nodes=2", "spec.trainer={nodes: 2, parallelism: {data: 4}}"],
         ["spec.placement.colocation=None", "spec.rollout.nodes=3"],

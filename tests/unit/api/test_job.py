@@ -92,7 +92,7 @@ def test_round_trip(manifest: dict[str, Any]) -> None:
     assert written["spec"]["method"]["trace"]["driftBand"] == "0.10", "decimal strings keep their digits"
 
 
-PLANNED = {"qwen3.5-35b.yaml"}
+PLANNED = {f"gb200-qwen3.5-35b-a3b-{colocation}.yaml" for colocation in ("node", "none")}
 """For `tracerl plan`: no engine here runs them."""
 
 

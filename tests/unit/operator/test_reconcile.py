@@ -189,7 +189,7 @@ CASES: list[tuple[Callable[[Cluster], None], dict[str, Any], str, str, str]] = [
     (allow_node_rings, NODE, "", "Configuration", "Configuration"),  # the namespace is restricted
     (be_refused, {}, "", "Configuration", "Configuration"),
     (be_there_before, {}, "", "Configuration", "Configuration"),
-    (start, {"rollout": {"engine": "SGLang"}}, "Failed", "InvalidSpec", "Failed"),
+    (start, {"trainer": {"engine": "Verl"}}, "Failed", "InvalidSpec", "Failed"),
     (start, {"trainer": {"parallelism": {"data": 2}}}, "Failed", "InvalidSpec", "Failed"),
     (start, {"output": {"uri": "pvc://runs/../other"}}, "Failed", "InvalidSpec", "Failed"),
     (start, {"model": {"uri": 3}}, "Failed", "InvalidSpec", "Failed"),
@@ -227,7 +227,7 @@ def test_what_is_true(
         (fail_by_log, {}, "trainer of canary-node-0-0-abcde: ERROR trainer-0 failed [31m"),
         (refuse_rollout, {}, "rollout of canary-node-0-0-abcde: spec.model.uri is no model"),
         (kill_rollout_often, {}, "the rollout was restarted 4 times, and failurePolicy.maxRestarts is 3"),
-        (start, {"rollout": {"engine": "SGLang"}}, "spec.rollout.engine: is SGLang"),
+        (start, {"trainer": {"engine": "Verl"}}, "spec.trainer.engine: is Verl"),
         (start, {"trainer": {"parallelism": {"data": 2}}}, "write data: 1"),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)[:30]),
@@ -288,7 +288,7 @@ EVENTS: list[tuple[Callable[[Cluster], None], dict[str, Any], list[str]]] = [
     (run, {"placement": {"queue": "lq"}}, ["Normal Queued", "Normal Running", "Normal Resumed"]),
     (complete, {}, ["Normal Running", "Normal Completed"]),
     (fail_by_note, {}, ["Normal Running", "Warning RecordsMissing"]),
-    (start, {"rollout": {"engine": "SGLang"}}, ["Warning InvalidSpec"]),
+    (start, {"trainer": {"engine": "Verl"}}, ["Warning InvalidSpec"]),
 ]
 
 
@@ -362,7 +362,7 @@ def test_a_running_job_is_not_touched_by_a_new_version_of_the_operator() -> None
 
 def test_a_running_job_that_a_new_rule_forbids_goes_on() -> None:
     c = cluster().running()
-    c.job["spec"]["rollout"] = {"engine": "SGLang"}
+    c.job["spec"]["trainer"] = {"engine": "Verl"}
     assert c.step().delete == ()
     assert c.conditions()["Ready"] == "True Running"
 

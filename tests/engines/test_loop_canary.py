@@ -1,0 +1,125 @@
+"""`tracerl run` with SGLang as rollout and Megatron-Core as trainer: it learns, and it survives kills.
+
+TRACERL_ROLLOUT_PYTHON and TRACERL_TRAINER_PYTHON name both interpreters, as in `make test-engines`; the
+test itself needs neither engine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from tracerl.api.resolved import EndpointFile, RunLayout
+from tracerl.runtime.interpreters import ROLES, variable
+
+ROOT = Path(__file__).resolve().parents[2]
+JOB = "jobs/examples/canary-engines.yaml"
+SECONDS = 1500.0
+"""A run that takes longer hangs: it is a few minutes, and several times that where the cores are busy."""
+pytestmark = pytest.mark.timeout(1800)
+T = TypeVar("T")
+
+
+class Run:
+    """A running `tracerl run`."""
+
+    def __init__(self, directory: Path, *overrides: str) -> None:
+        for role in ROLES:
+            assert os.environ.get(variable(role)), f"{variable(role)} is not set; use make test-engines"
+        words = [word for override in overrides for word in ("--set", override)]
+        self.layout = RunLayout(directory)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tracerl", "run", JOB, "--out", str(directory), *words],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def finish(self) -> tuple[int, str]:
+        """Exit code, and what it wrote."""
+        try:
+            written, _ = self._process.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.send_signal(signal.SIGTERM)
+            raise
+        return self._process.returncode, written
+
+    def until(self, condition: Callable[[], T | None], what: str) -> T:
+        """Wait for a condition while the run goes on."""
+        deadline = time.monotonic() + SECONDS
+        while (found := condition()) is None:
+            assert self._process.poll() is None, f"it ended before {what}: {self.finish()}"
+            assert time.monotonic() < deadline, f"waited in vain: {what}"
+            time.sleep(0.1)
+        return found
+
+    def steps(self) -> list[dict[str, Any]]:
+        """Records of the steps that are done."""
+        if not self.layout.metrics.exists():
+            return []
+        lines = self.layout.metrics.read_text(encoding="utf-8").splitlines()
+        return [record for record in map(json.loads, lines) if record["type"] == "step"]
+
+    def kill(self, name: str) -> None:
+        """Kill a process with SIGKILL, and wait until another one is in its place."""
+        path = self.layout.endpoints / f"{name}.json"
+        before = EndpointFile.read(path)
+        assert before is not None
+        os.kill(before.pid, signal.SIGKILL)
+
+        def other() -> EndpointFile | None:
+            now = EndpointFile.read(path)
+            return now if now is not None and now.instance_id != before.instance_id else None
+
+        self.until(other, f"{name} is there again")
+
+
+def test_the_canary_of_the_engines(tmp_path: Path) -> None:
+    """Weights travel by gloo, batches are a version old, and an untaught model learns to write digits."""
+    run = Run(tmp_path / "run")
+    code, written = run.finish()
+    assert code == 0, written
+    steps = run.steps()
+    assert [step["step"] for step in steps] == [*range(1, 25)]
+    assert [step["version"] for step in steps] == [*range(1, 25)]
+    # The first batch is of the version that trains on it: what is left of the gap is rounding alone.
+    assert set(steps[0]["staleness"]["tokens"]) == {"0"}
+    assert steps[0]["gap_ratio"] < 0.5
+    # Weights come while sequences are under way, so later batches hold tokens, and records, of two versions.
+    assert any({"0", "1"} <= step["staleness"]["tokens"].keys() for step in steps)
+    assert steps[0]["reward"]["mean"] < 0.3
+    assert steps[-1]["reward"]["mean"] > 0.8
+    summary = json.loads(run.layout.summary.read_text(encoding="utf-8"))
+    assert summary["rows_missing"] == 0
+
+
+def test_sglang_and_megatron_killed_in_the_middle(tmp_path: Path) -> None:
+    """Whatever was in flight is generated again, weights travel anew (by disk here), no row is missing."""
+    run = Run(
+        tmp_path / "run",
+        "spec.algorithm.steps=8",
+        "spec.trainer.weightSync=Disk",
+        "spec.trainer.checkpoint={every: 1}",
+        "spec.expect={maxMissingRows: 0}",
+    )
+    run.until(lambda: run.steps()[1:2] or None, "two steps are done")
+    run.kill("rollout-0")
+    done = len(run.steps())
+    run.until(lambda: run.steps()[done : done + 1] or None, "a step with the new rollout")
+    run.kill("trainer-0")
+    code, written = run.finish()
+    assert code == 0, written
+    result = json.loads(run.layout.result.read_text(encoding="utf-8"))
+    assert result["state"] == "Complete"
+    assert result["restarts"] == {"rollout-0": 1, "trainer-0": 1}
+    assert {step["step"] for step in run.steps()} == {*range(1, 9)}
