@@ -28,11 +28,13 @@ MODULES = {
     "trainer": ["tracerl.runtime.trainer_main", "tracerl.cli", "s3fs", "reasoning_gym"],
 }
 MODULES["canary"] = [*MODULES["rollout"], *MODULES["trainer"]]
+MODULES["rollout"].append("tracerl.engines.sglang.server")
+MODULES["trainer"].append("tracerl.engines.megatron.trainer")
 ABSENT = {
     "operator": ["torch", "numpy", "s3fs", "reasoning_gym"],
-    "rollout": ["kopf", "reasoning_gym", "pytest"],
-    "trainer": ["kopf", "pytest"],
-    "canary": ["kopf", "pytest"],
+    "rollout": ["kopf", "reasoning_gym", "pytest", "megatron"],
+    "trainer": ["kopf", "pytest", "sglang"],
+    "canary": ["kopf", "pytest", "sglang", "megatron"],
 }
 LOOK = r"""
 import getpass, importlib, importlib.util, json, os, shutil, stat, subprocess, sys
