@@ -103,6 +103,7 @@ def test_the_canary_of_the_engines(tmp_path: Path) -> None:
     assert summary["rows_missing"] == 0
 
 
+@pytest.mark.full
 def test_sglang_and_megatron_killed_in_the_middle(tmp_path: Path) -> None:
     """Whatever was in flight is generated again, weights travel anew (by disk here), no row is missing."""
     run = Run(
