@@ -4,7 +4,7 @@
 
 A rollout that records answers batches of requests. Its plugin times capture (beyond the rounding that it does
 anyway), packing and putting, in CPU time of the threads that do it; that is divided by the CPU time of the
-scheduler's process and of the record store in the same batch, without it. The interval of the share is a
+scheduler's process and of the record store in the same batch, without it. Intervals are a
 bootstrap over batches. Two processes, one that records and one that does not, differ by more than recording
 costs, from one start to the next, so that their difference says nothing here.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import statistics
 import sys
@@ -37,7 +38,7 @@ from tracerl.records.sites import SiteKind, site_table
 from tracerl.runtime.bench import machine
 from tracerl.transport.sources import open_source
 
-RESULTS = Path(__file__).parents[1] / "results/sglang-cost-cpu.json"
+RESULTS = Path(__file__).parents[1] / "results/engines-sglang-cost.json"
 
 
 class Rollout:
@@ -133,7 +134,7 @@ async def measure(directory: Path, args: argparse.Namespace) -> dict[str, Any]:
     rows = args.sequences * (32 + tokens - 1)
     values = rows * sum(site.dim for site in table.sites if site.kind is not SiteKind.ROUTES)
     return {
-        "machine": machine(),
+        "machine": machine(["sglang", "torch"]) | {"loadAverage": os.getloadavg()},
         "hidden": args.hidden,
         "layers": shape.layers,
         "sequences": args.sequences,
@@ -144,6 +145,7 @@ async def measure(directory: Path, args: argparse.Namespace) -> dict[str, Any]:
         "generatingSecondsPerBatch": statistics.mean(rest for _, rest in batches),
         "recordingSecondsPerBatch": statistics.mean(recording for recording, _ in batches),
         "nanosecondsPerValue": 1e9 * statistics.mean(recording for recording, _ in batches) / values,
+        "nanosecondsPerValueInterval": interval([(1e9 * recording, values) for recording, _ in batches]),
         "share": sum(recording for recording, _ in batches) / sum(rest for _, rest in batches),
         "shareInterval": interval(batches),
     }
