@@ -397,7 +397,11 @@ BAD: list[tuple[list[str], str, str]] = [
         "spec.trainer.gpusPerNode",
         "does not run with Megatron (a trainer pod is one process, which has one GPU); write 0 or 1",
     ),
-    (["spec.rollout.nodes=2", "spec.rollout.nodesPerReplica=2"], "spec.rollout.nodesPerReplica", "write 1"),
+    (
+        ["spec.rollout.nodes=2", "spec.rollout.nodesPerReplica=2", "spec.placement.colocation=None"],
+        "spec.rollout.nodesPerReplica",
+        "write 1",
+    ),
     (["spec.trainer.parallelism.pipeline=2"], "spec.trainer.parallelism.pipeline", "write 1"),
     (["spec.quantization.format=MXFP4"], "spec.quantization.format", "write NVFP4"),
     (["spec.quantization.tensorScale=PerToken"], "spec.quantization.tensorScale", "write Fixed"),
