@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import SHAPE, TOKEN, Process, Rollout, resolve, sampling, spec_of, weights_of
+from conftest import SHAPE, TOKEN, Process, Rollout, resolve, sampling, spec_of, until_ended, weights_of
 
 from tracerl.engines.client import RolloutClient, RolloutError, RolloutUnreachableError
 from tracerl.engines.sglang.weights import expert_hash
@@ -104,7 +104,7 @@ async def test_a_killed_scheduler_takes_the_server_with_it(rollout: Rollout) -> 
     assert rollout.server.process.wait(60) < 0
     rollout.source.forget(["lost-0", "lost-1", "lost-2"])
     assert rollout.source.usage().frames == before
-    assert all(not child.is_running() or child.status() == psutil.STATUS_ZOMBIE for child in children)
+    await until_ended(children)
 
 
 def test_a_server_whose_plugin_is_not_loaded_does_not_start(tmp_path: Path) -> None:
