@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -250,22 +249,6 @@ async def generate(
     client: RolloutClient, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling], name: str
 ) -> list[Generation]:
     return await client.generate_batch(prompts, samplings, ids=[f"{name}-{i}" for i in range(len(prompts))])
-
-
-async def until_ended(processes: Sequence[psutil.Process]) -> None:
-    """Wait for processes that are not children of this one."""
-
-    def lives(process: psutil.Process) -> bool:
-        try:
-            # Whoever adopted it may not collect it.
-            return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return False
-
-    deadline = time.monotonic() + 30
-    while any(map(lives, processes)):
-        assert time.monotonic() < deadline, [process for process in processes if lives(process)]
-        await asyncio.sleep(0.05)
 
 
 @pytest.fixture(scope="session")

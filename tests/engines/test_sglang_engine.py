@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import SHAPE, TOKEN, Process, Rollout, resolve, sampling, spec_of, until_ended, weights_of
+from conftest import SHAPE, TOKEN, Process, Rollout, resolve, sampling, spec_of, weights_of
+from ending import until_ended
 
 from tracerl.engines.client import RolloutClient, RolloutError, RolloutUnreachableError
 from tracerl.engines.sglang.weights import expert_hash

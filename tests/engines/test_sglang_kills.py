@@ -16,7 +16,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import RUN, SHAPE, Rollout, generate, sampling, until_ended, weights_of
+from conftest import RUN, SHAPE, Rollout, generate, sampling, weights_of
+from ending import until_ended
 
 from tracerl.api.frames import FrameKey, Handle
 from tracerl.engines.base import Batch
