@@ -461,7 +461,8 @@ def test_two_operators_at_once_agree(quiet: ApiServer, alone: Space, tmp_path: P
         for name in names:
             eventually(lambda name=name: alone.job(name)["status"].get("terminal"))
             eventually(lambda name=name: len(alone.events(name)) > 1)
-            assert alone.events(name) == ["Running", "Completed"], (
+            # One whose caches lag behind the other's may say meanwhile that it starts.
+            assert [each for each in alone.events(name) if each != "Starting"] == ["Running", "Completed"], (
                 alone.events(name),
                 alone.server.request("GET", alone.path("/apis/events.k8s.io/v1", "events")),
             )
