@@ -10,8 +10,9 @@ import torch.distributed as dist
 from hand_rollout import roll_out, spec_of
 from torch import Tensor
 
+from tracerl.api.job import Spec
 from tracerl.api.model import ModelShape
-from tracerl.engines.base import Batch
+from tracerl.engines.base import Batch, TrainerEngine
 from tracerl.engines.reference.trainer import ReferenceTrainer
 
 SHAPE = ModelShape.uniform(
@@ -19,10 +20,9 @@ SHAPE = ModelShape.uniform(
 )
 
 
-def train(rank: int, processes: int) -> dict[str, Tensor]:
+def train_share(trainer: TrainerEngine, spec: Spec, rank: int, processes: int) -> dict[str, Tensor]:
     """One warm-up step and two RL-like updates on this rank's share of the same data."""
     torch.set_num_threads(1)
-    trainer = ReferenceTrainer(SHAPE, spec_of("TRACE", layers={"policy": "All"}))
     trainer.set_learning_rate(0.003)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(SHAPE.vocab, (6, 9), generator=generator)
@@ -30,7 +30,7 @@ def train(rank: int, processes: int) -> dict[str, Tensor]:
     trainer.supervised_step(tokens[rank::processes], mask[rank::processes])
     for version in range(2):
         prompts = torch.randint(SHAPE.vocab, (6, 5), generator=generator).tolist()
-        every = roll_out(SHAPE, trainer.spec, dict(trainer.export()), prompts, [7] * 6, version=version)
+        every = roll_out(SHAPE, spec, dict(trainer.export()), prompts, [7] * 6, version=version)
         # Divided by what all processes hold together, as the engine asks.
         trainer.accumulate(
             Batch(every[rank::processes]),
@@ -41,6 +41,12 @@ def train(rank: int, processes: int) -> dict[str, Tensor]:
         )
         trainer.update()
     return trainer.state()
+
+
+def train(rank: int, processes: int) -> dict[str, Tensor]:
+    """Do that with the reference trainer."""
+    spec = spec_of("TRACE", layers={"policy": "All"})
+    return train_share(ReferenceTrainer(SHAPE, spec), spec, rank, processes)
 
 
 if __name__ == "__main__":
