@@ -35,9 +35,10 @@ QUICK, LONG = 400, 1200
 
 Spec = dict[str, Any]
 _PVC: Spec = {"output": {"uri": "pvc://runs/team"}}
-# Long enough to be met at work: about half a second a step.
+# Long enough to be met at work: progress is mirrored every ten seconds, and a step can take a sixth of one.
+_LONG_STEPS = 300
 _LONG: Spec = {
-    "algorithm": {"steps": 60, "evaluation": {"every": 1000}},
+    "algorithm": {"steps": _LONG_STEPS, "evaluation": {"every": 1000}},
     "trainer": {"checkpoint": {"every": 5}},
 }
 
@@ -277,12 +278,12 @@ def test_a_suspended_job_goes_on_from_its_checkpoint(
     assert not namespace.pods("tracerl.dev/job-name=small")
     assert not namespace.list("jobsets")
     kept = step(namespace)
-    assert 6 <= kept < 60
+    assert 6 <= kept < _LONG_STEPS
     checkpoint = kept - kept % 5
     namespace.kubectl("patch", "trj", "small", "--type=merge", "-p", '{"spec":{"suspend":false}}')
     namespace.wait_for(lambda: namespace.condition("small", "Ready")["status"] == "True", "Ready", QUICK)
     assert namespace.condition("small", "Suspended")["reason"] == "Resumed"
-    lowest = 60
+    lowest = _LONG_STEPS
 
     def goes_on() -> bool:
         nonlocal lowest
@@ -293,9 +294,10 @@ def test_a_suspended_job_goes_on_from_its_checkpoint(
     assert lowest >= checkpoint
     (resumed,) = re.findall(r"continues after step (\d+)", logged(namespace))
     assert int(resumed) >= checkpoint
-    job = namespace.wait_for_job("small", seconds=QUICK)
+    job = namespace.wait_for_job("small", seconds=LONG)
     assert job["metadata"]["uid"] == uid
-    check_files(store.files(namespace) if store else in_claim(directory or Path(), namespace), steps=60)
+    files = store.files(namespace) if store else in_claim(directory or Path(), namespace)
+    check_files(files, steps=_LONG_STEPS)
 
 
 # -- the end ----------------------------------------------------------------------------------------------
