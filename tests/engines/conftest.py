@@ -26,9 +26,8 @@ from tracerl.api.model import BUILTIN_MODELS
 from tracerl.api.resolved import Endpoint, EndpointFile, Endpoints, ResolvedJob
 from tracerl.engines.base import Batch, EngineStats, Trajectory
 from tracerl.engines.client import Generation, RolloutClient, Sampling, push_from_disk
-from tracerl.engines.hf import initial_weights
+from tracerl.engines.hf import initial_weights, write_model
 from tracerl.engines.reference.trainer import ReferenceTrainer
-from tracerl.engines.reference.weights import write_model
 from tracerl.records.pairing import TrajectoryRecords, assemble
 from tracerl.records.sites import SiteTable, audit_table, site_table
 from tracerl.transport.base import FrameSource, TransportError, Wanted

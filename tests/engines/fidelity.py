@@ -27,9 +27,8 @@ from tracerl.api.model import ModelShape
 from tracerl.api.resolved import ResolvedJob
 from tracerl.engines.base import Batch, Trajectory
 from tracerl.engines.client import RolloutClient, Sampling, push_from_disk
-from tracerl.engines.hf import hf_shapes
+from tracerl.engines.hf import hf_shapes, write_model
 from tracerl.engines.megatron.trainer import MegatronTrainer
-from tracerl.engines.reference.weights import write_model
 from tracerl.records.pairing import TrajectoryRecords, assemble
 from tracerl.records.sites import SiteTable, audit_table, site_table
 from tracerl.transport.sources import open_source

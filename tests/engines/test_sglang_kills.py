@@ -28,8 +28,8 @@ from tracerl.engines.client import (
     RolloutError,
     RolloutUnreachableError,
 )
+from tracerl.engines.hf import write_model
 from tracerl.engines.reference.trainer import ReferenceTrainer
-from tracerl.engines.reference.weights import write_model
 from tracerl.engines.sglang.weights import expert_hash
 from tracerl.engines.weight_group import WeightGroup
 from tracerl.transport.base import TransportError

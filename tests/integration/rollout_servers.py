@@ -14,8 +14,9 @@ from tracerl.api.frames import Handle
 from tracerl.api.job import TraceRLJob
 from tracerl.api.model import BUILTIN_MODELS
 from tracerl.api.resolved import Endpoint, EndpointFile, Endpoints, ResolvedJob
+from tracerl.engines.hf import write_model
 from tracerl.engines.reference.model import MoEModel
-from tracerl.engines.reference.weights import hf_views, initialise, write_model
+from tracerl.engines.reference.weights import hf_views, initialise
 from tracerl.transport.base import FrameSource, TransportError, Wanted
 
 SHAPE = BUILTIN_MODELS["tiny-moe"]

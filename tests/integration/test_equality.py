@@ -10,8 +10,8 @@ from tracerl.api.job import Spec
 from tracerl.api.model import BUILTIN_MODELS
 from tracerl.engines.base import Batch, Trajectory
 from tracerl.engines.client import RolloutClient, Sampling, push_from_disk
+from tracerl.engines.hf import write_model
 from tracerl.engines.reference.trainer import ReferenceTrainer
-from tracerl.engines.reference.weights import write_model
 from tracerl.records.pairing import assemble
 from tracerl.records.sites import audit_table, site_table
 from tracerl.transport.sources import open_source

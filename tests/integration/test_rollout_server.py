@@ -24,7 +24,7 @@ from tracerl.engines.client import (
     Sampling,
     push_from_disk,
 )
-from tracerl.engines.reference.weights import write_model
+from tracerl.engines.hf import write_model
 from tracerl.records.pairing import assemble
 from tracerl.records.sites import site_table
 from tracerl.transport.base import TransportError

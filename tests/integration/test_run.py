@@ -16,7 +16,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from tracerl.engines.reference.weights import read_tensors
+from tracerl.engines.hf import read_tensors
 
 SECONDS = 90.0
 """Deadline of each wait: far more than it takes even on a busy machine."""

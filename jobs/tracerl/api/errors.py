@@ -44,3 +44,9 @@ class JobError(TraceRLError):
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
+
+
+def first_line(error: BaseException) -> str:
+    """Give the first line of what an error of another library says, 300 characters at most, or its type."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__

@@ -17,7 +17,7 @@ import aiohttp
 from torch import Tensor
 
 from tracerl.api.constants import Reason
-from tracerl.api.errors import JobError
+from tracerl.api.errors import JobError, first_line
 from tracerl.engines.weight_group import WeightGroup, dtype_name
 from tracerl.records.pairing import RecordEntry, read_entries
 
@@ -419,7 +419,7 @@ class Broadcaster:
             )
         except RuntimeError as error:
             raise RolloutError(
-                f"a weight group cannot listen at {address}:{port} ({_first_line(error)}); give another port",
+                f"a weight group cannot listen at {address}:{port} ({first_line(error)}); give another port",
                 reason=Reason.WEIGHT_SYNC_FAILED,
             ) from None
         joins = [
@@ -457,7 +457,7 @@ async def _blocking(call: Any) -> None:
         await asyncio.to_thread(call)
     except RuntimeError as error:
         raise RolloutError(
-            f"the weight group broke ({_first_line(error)}); see the rollouts' logs",
+            f"the weight group broke ({first_line(error)}); see the rollouts' logs",
             reason=Reason.WEIGHT_SYNC_FAILED,
         ) from None
 
@@ -468,7 +468,3 @@ async def _all(coroutines: Iterable[Any]) -> None:
     for result in results:
         if isinstance(result, BaseException):
             raise result
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,18 +1,26 @@
-"""Hugging Face's names of a Qwen3-MoE model's weights, their initial values from a seed, and their checks.
+"""Hugging Face's names and files of a Qwen3-MoE model's weights, initial values from a seed, and checks.
 
 Engines name weights this way wherever they leave them: exports, checkpoints, weight updates.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from tracerl.api.errors import InputError
 from tracerl.api.model import ModelShape
+from tracerl.api.resolved import write_atomically
+
+INDEX_FILE = "model.safetensors.index.json"
+WEIGHTS_FILE = "model.safetensors"
 
 
 def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
@@ -91,3 +99,57 @@ def check_weights(sizes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Te
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise InputError(f"{where}: tensor {missing[0]}{more} is missing; write all weights of the model")
+
+
+def read_tensors(directory: Path) -> dict[str, Tensor]:
+    """Read model.safetensors, or the shards that model.safetensors.index.json lists, by name.
+
+    InputError names the file that is not there, cut short or damaged.
+    """
+    index = directory / INDEX_FILE
+    paths = [directory / WEIGHTS_FILE]
+    if index.exists():
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+            raise InputError(f"{index} has no weight_map of tensor names to files; download the model again")
+        outside = next((f for f in weight_map.values() if Path(f).name != f), None)
+        if outside is not None:
+            raise InputError(f"{index} points outside its directory ({outside}); download the model again")
+        paths = [directory / file for file in sorted(set(weight_map.values()))]
+    tensors: dict[str, Tensor] = {}
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (not a mapping)
+                    tensors[name] = file.get_tensor(name)
+        except FileNotFoundError:
+            raise InputError(f"{path} is not there; name a directory that has it") from None
+        except (SafetensorError, OSError) as error:
+            raise InputError(
+                f"{path} cannot be read as safetensors ({error}); copy or download it again"
+            ) from None
+    return tensors
+
+
+def write_model(directory: Path, shape: ModelShape, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write config.json and model.safetensors, each whole or not at all; make the directory when needed."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = shape.to_hf_config()
+    named = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors}
+    config["dtype"] = str(next(iter(named.values())).dtype).removeprefix("torch.")
+    unfinished = directory / (WEIGHTS_FILE + ".tmp")
+    save_file(named, unfinished, metadata={"format": "pt"})
+    unfinished.replace(directory / WEIGHTS_FILE)
+    write_atomically(directory / "config.json", json.dumps(config, indent=2) + "\n")
+
+
+def _read_json(path: Path) -> dict[str, object]:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path} is not there; name a directory that has it") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path} cannot be read as JSON ({error}); copy or download it again") from None
+    if not isinstance(document, dict):
+        raise InputError(f"{path} holds no JSON object; copy or download it again")
+    return document

@@ -21,7 +21,7 @@ from tracerl.api.constants import Reason
 from tracerl.api.errors import InputError, JobError, TraceRLError
 from tracerl.api.resolved import ResolvedJob
 from tracerl.engines.base import RecordCounts, TrainerEngine
-from tracerl.engines.reference.weights import write_model
+from tracerl.engines.hf import write_model
 from tracerl.methods import plan
 from tracerl.records.sites import audit_table, site_table
 from tracerl.rl.account import StepContext, Totals, broken, expectations, step_record, transport_of

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from tracerl.api.constants import Reason
-from tracerl.api.errors import InputError, JobError
+from tracerl.api.errors import InputError, JobError, first_line
 from tracerl.api.pods import EXIT_FAILED, EXIT_INPUT, EXIT_UNEXPECTED
 from tracerl.api.resolved import ResolvedJob
 from tracerl.runtime.interface import choose_interface
@@ -142,15 +142,10 @@ def run_process(path: Path, name: str, work: Callable[[ResolvedJob], None]) -> i
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             sentence = f"{name} may not open more than {limit} files; raise that with ulimit -n"
             return _explain(Reason.CONFIGURATION, sentence, EXIT_FAILED)
-        sentence = f"{name} failed unexpectedly ({type(error).__name__}: {_first_line(error)})"
+        sentence = f"{name} failed unexpectedly ({type(error).__name__}: {first_line(error)})"
         return _explain(Reason.UNEXPECTED, sentence, EXIT_UNEXPECTED)
     log.info("%s ends", name)
     return 0
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else "no message"
 
 
 def _explain(reason: str, message: str, code: int) -> int:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tracerl.api.errors import InputError
+from tracerl.api.errors import InputError, first_line
 from tracerl.api.job import Spill, TraceRLJob, quantity_bytes
 from tracerl.runtime.interpreters import interpreter, needs, require_packages
 from tracerl.runtime.rundir import OPEN_FILES, SHARED_MEMORY, cache_directory
@@ -118,13 +118,9 @@ def _torch() -> Check:
     try:
         version = str(importlib.import_module("torch").__version__)
     except (ImportError, OSError) as error:
-        return Check("torch", False, f"cannot be loaded ({_first_line(error)})", remedy)
+        return Check("torch", False, f"cannot be loaded ({first_line(error)})", remedy)
     major, minor = (int(part) for part in version.split(".")[:2])
     return Check("torch", (major, minor) >= (2, 7), version, "install torch 2.7 or newer")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _memory() -> Check:
@@ -205,7 +201,7 @@ def _gpu() -> Check:
         cuda = importlib.import_module("torch").cuda
         names = [cuda.get_device_name(index) for index in range(cuda.device_count())]
     except (ImportError, OSError, RuntimeError) as error:
-        return Check("GPU", False, _first_line(error), remedy, needed=False)
+        return Check("GPU", False, first_line(error), remedy, needed=False)
     return Check("GPU", bool(names), ", ".join(names) or "none", remedy, needed=False)
 
 

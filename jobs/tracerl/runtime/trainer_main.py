@@ -131,7 +131,7 @@ def _published(server: MetricsServer, directory: Path, name: str) -> Iterator[No
 
 
 def _engine(resolved: ResolvedJob) -> TrainerEngine:
-    from tracerl.engines.reference.weights import read_tensors  # noqa: PLC0415
+    from tracerl.engines.hf import read_tensors  # noqa: PLC0415
 
     spec = resolved.job.spec
     require_here(spec, "trainer")

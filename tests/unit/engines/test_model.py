@@ -11,15 +11,10 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tracerl.api.errors import InputError
 from tracerl.api.model import BUILTIN_MODELS, ModelShape, model_shape
+from tracerl.engines.hf import read_tensors, write_model
 from tracerl.engines.reference.kernels import experts
 from tracerl.engines.reference.model import Decode, KVCache, MoEModel, PlainHooks, Prefill, WholeSequences
-from tracerl.engines.reference.weights import (
-    copy_weights,
-    hf_views,
-    initialise,
-    read_tensors,
-    write_model,
-)
+from tracerl.engines.reference.weights import copy_weights, hf_views, initialise
 from tracerl.numerics import fake_quantize
 
 SMALL = {"hidden": 48, "head_dim": 16, "expert_hidden": 32, "vocab": 40, "context": 160}

@@ -15,9 +15,10 @@ from transformers import Qwen3MoeForCausalLM
 from tracerl.api.errors import InputError, JobError
 from tracerl.api.model import BUILTIN_MODELS, ModelShape
 from tracerl.engines.base import Batch, Trajectory
+from tracerl.engines.hf import read_tensors, write_model
 from tracerl.engines.reference.model import MoEModel
 from tracerl.engines.reference.trainer import ReferenceTrainer
-from tracerl.engines.reference.weights import RolloutWeights, read_tensors, write_model
+from tracerl.engines.reference.weights import RolloutWeights
 from tracerl.methods import plan
 from tracerl.numerics import TensorScale, dequantize, quantize
 from tracerl.records.sites import SiteKind

@@ -26,10 +26,11 @@ from tracerl.api.job import DType, TraceRLJob
 from tracerl.api.model import ModelShape, model_shape
 from tracerl.api.resolved import ResolvedJob
 from tracerl.engines.frames import Destination, FrameWriter
+from tracerl.engines.hf import read_tensors
 from tracerl.engines.reference.capture import CaptureHooks, RowBuffer
 from tracerl.engines.reference.model import KVCache, MoEModel
 from tracerl.engines.reference.scheduler import Request, Scheduler
-from tracerl.engines.reference.weights import RolloutWeights, read_tensors
+from tracerl.engines.reference.weights import RolloutWeights
 from tracerl.engines.rollout_http import (
     NOT_BEGUN,
     Ask,

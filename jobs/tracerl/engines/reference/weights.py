@@ -1,31 +1,22 @@
-"""Weights of the reference model: Hugging Face's names and files, and initial values from a seed.
+"""Weights of the reference model: Hugging Face's tensors as views of its own.
 
-`hf_views` is the one place that knows how Hugging Face's tensors lie in the model's; reading, writing,
-exporting and receiving all go through the views it gives.
+`hf_views` is the one place that knows how Hugging Face's tensors lie in the model's; initialising, loading
+and exporting all go through the views it gives.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from tracerl.api.errors import InputError
 from tracerl.api.job import Quantization
 from tracerl.api.model import ModelShape
-from tracerl.api.resolved import write_atomically
 from tracerl.engines.hf import check_weights, initial_weights
 from tracerl.engines.reference.model import MoEModel
 from tracerl.engines.reference.quantised import quantise_experts
 from tracerl.methods import MethodPlan
-
-INDEX_FILE = "model.safetensors.index.json"
-WEIGHTS_FILE = "model.safetensors"
 
 
 def hf_views(shape: ModelShape, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -88,57 +79,3 @@ class RolloutWeights:
         views = hf_views(self._model.shape, dict(self._model.named_parameters()))
         copy_weights(views, tensors, "the new weights")
         quantise_experts(self._model, self._method.weights_rollout, self._quantization)
-
-
-def read_tensors(directory: Path) -> dict[str, Tensor]:
-    """Read model.safetensors, or the shards that model.safetensors.index.json lists, by name.
-
-    InputError names the file that is not there, cut short or damaged.
-    """
-    index = directory / INDEX_FILE
-    paths = [directory / WEIGHTS_FILE]
-    if index.exists():
-        weight_map = _read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
-            raise InputError(f"{index} has no weight_map of tensor names to files; download the model again")
-        outside = next((f for f in weight_map.values() if Path(f).name != f), None)
-        if outside is not None:
-            raise InputError(f"{index} points outside its directory ({outside}); download the model again")
-        paths = [directory / file for file in sorted(set(weight_map.values()))]
-    tensors: dict[str, Tensor] = {}
-    for path in paths:
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 (not a mapping)
-                    tensors[name] = file.get_tensor(name)
-        except FileNotFoundError:
-            raise InputError(f"{path} is not there; name a directory that has it") from None
-        except (SafetensorError, OSError) as error:
-            raise InputError(
-                f"{path} cannot be read as safetensors ({error}); copy or download it again"
-            ) from None
-    return tensors
-
-
-def write_model(directory: Path, shape: ModelShape, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write config.json and model.safetensors, each whole or not at all; make the directory when needed."""
-    directory.mkdir(parents=True, exist_ok=True)
-    config = shape.to_hf_config()
-    named = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors}
-    config["dtype"] = str(next(iter(named.values())).dtype).removeprefix("torch.")
-    unfinished = directory / (WEIGHTS_FILE + ".tmp")
-    save_file(named, unfinished, metadata={"format": "pt"})
-    unfinished.replace(directory / WEIGHTS_FILE)
-    write_atomically(directory / "config.json", json.dumps(config, indent=2) + "\n")
-
-
-def _read_json(path: Path) -> dict[str, object]:
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"{path} is not there; name a directory that has it") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path} cannot be read as JSON ({error}); copy or download it again") from None
-    if not isinstance(document, dict):
-        raise InputError(f"{path} holds no JSON object; copy or download it again")
-    return document

@@ -24,13 +24,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tracerl.api.errors import InputError, JobError
+from tracerl.api.errors import InputError, JobError, first_line
 from tracerl.api.job import NumericsBackend
 from tracerl.api.model import ModelShape, model_shape
 from tracerl.api.resolved import ResolvedJob
 from tracerl.engines.capture import Captured, SiteCapture, held_sites
 from tracerl.engines.frames import Destination, FrameWriter
-from tracerl.engines.reference.weights import read_tensors
+from tracerl.engines.hf import read_tensors
 from tracerl.engines.rollout_http import NOT_BEGUN
 from tracerl.engines.sglang import native, seams
 from tracerl.engines.sglang.channel import PluginEnd, socket_path
@@ -127,7 +127,7 @@ class Plugin:
             self._scheduler_side = _Scheduler(self._resolved, self._name, self._socket, runner)
         except Exception as error:
             # SGLang ends a scheduler that raises here; the server says why.
-            failure_file(self._socket).write_text(_first_line(error), encoding="utf-8")
+            failure_file(self._socket).write_text(first_line(error), encoding="utf-8")
             raise
 
     # -- a forward pass -----------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ class Plugin:
                 side.update.tensors |= dict(received)
                 side.update.version = recv_req.weight_version
             except Exception as error:  # noqa: BLE001  torch raises several kinds when a peer is gone
-                problem = f"the broadcast broke ({_first_line(error)}); open the group again"
+                problem = f"the broadcast broke ({first_line(error)}); open the group again"
         return UpdateWeightsFromDistributedReqOutput(success=problem is None, message=problem or "Success")
 
     def _around_end(self, original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
@@ -706,7 +706,3 @@ def _usage(writer: FrameWriter) -> Usage | None:
         return writer.usage()
     except TransportError:  # not known just now; everything else is
         return None
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tracerl.api.constants import METRICS, Reason, Role
-from tracerl.api.errors import InputError, JobError
+from tracerl.api.errors import InputError, JobError, first_line
 from tracerl.api.model import ModelShape, model_shape
 from tracerl.api.resolved import ResolvedJob
 from tracerl.engines.rollout_http import (
@@ -109,7 +109,7 @@ class SGLangServer:
             kill_process_tree(os.getpid(), include_parent=False)
             raise JobError(
                 Reason.ROLLOUT_FAILED,
-                f"SGLang did not start ({_first_line(error)}); see the rollout's log",
+                f"SGLang did not start ({first_line(error)}); see the rollout's log",
             ) from error
         self._manager = self._engine.tokenizer_manager
 
@@ -506,10 +506,6 @@ def _metrics_text(server: SGLangServer, stats: Sequence[Mapping[str, Any]]) -> b
 def _first(stats: Sequence[Mapping[str, Any]], name: str) -> dict[str, float]:
     """What every rank counts alike."""
     return dict(stats[0][name]) if stats else {}
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def _child_failed(*_: object) -> None:
