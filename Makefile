@@ -47,7 +47,8 @@ ENGINE = .cache/engines/$(1)/bin/python
 .cache/engines/%/installed: images/engines/%.txt tests/engines/requirements.txt pyproject.toml $(filter .cache/uv/bin/uv,$(UV))
 	@echo "engines: $* in .cache/engines/$*"
 	@$(UV) venv --quiet --clear --python $(ENGINE_PYTHON_PATH) .cache/engines/$* || { echo "make: Python $(ENGINE_PYTHON) is needed for $*: install it, or leave $* out (make engines ENGINES=\"sglang megatron\")"; exit 1; }
-	@$(UV) pip install --quiet --python .cache/engines/$* --no-deps -r images/engines/$*.txt -r tests/engines/requirements.txt
+	@$(UV) pip install --quiet --python .cache/engines/$* --no-deps --require-hashes -r images/engines/$*.txt
+	@$(UV) pip install --quiet --python .cache/engines/$* --no-deps -r tests/engines/requirements.txt
 	@$(UV) pip install --quiet --python .cache/engines/$* --no-deps --editable .
 	@touch $@
 

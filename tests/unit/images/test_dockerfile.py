@@ -108,7 +108,9 @@ def test_the_lock_file_alone_says_what_is_installed(target: str) -> None:
     environment = next(step for step in dependencies(target).steps if isinstance(step, Run) and step.cache)
     if target in ENGINES:
         commands = environment.command.split(" && ")
-        assert all("--no-deps" in command for command in commands if "uv pip install" in command)
+        assert all(
+            "--no-deps --require-hashes" in command for command in commands if "uv pip install" in command
+        )
         assert "uv sync" not in environment.command
         # The last one stays where both name a package.
         last = environment.environment.get("SGLANG", "megatron")
@@ -129,9 +131,11 @@ def test_the_lock_file_alone_says_what_is_installed(target: str) -> None:
 def locked(name: str) -> dict[str, str]:
     """Packages of an engine's lock file with their versions."""
     text = (REPOSITORY / f"images/engines/{name}.txt").read_text(encoding="utf-8")
-    lines = [line for line in text.splitlines() if not line.startswith("#")]
-    pinned = [re.fullmatch(r"([\w.-]+)==([^;\s]+)( ; platform_machine == '\w+')?", line) for line in lines]
-    assert all(pinned), "every line names one version"
+    joined = "".join(line for line in text.splitlines(keepends=True) if not line.startswith("#"))
+    lines = joined.replace("\\\n", "").splitlines()
+    entry = r"([\w.-]+)==([^;\s]+)(?: ; platform_machine == '\w+')?(?:\s+--hash=sha256:[0-9a-f]{64})+"
+    pinned = [re.fullmatch(entry, line.strip()) for line in lines]
+    assert all(pinned), "every entry names one version, and its files by their hashes"
     return {re.sub(r"[_.]", "-", match[1]).lower(): match[2] for match in pinned if match}
 
 
