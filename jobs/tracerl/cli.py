@@ -276,6 +276,7 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _compare_runs(directories: Sequence[Path], page: Path, *, quiet: bool) -> None:
+    from tracerl.observe.equal import equal_weights_table
     from tracerl.observe.report import write_report
     from tracerl.observe.run import load_run
     from tracerl.observe.summary import comparison_table, summarize, summary_table, variants
@@ -283,8 +284,14 @@ def _compare_runs(directories: Sequence[Path], page: Path, *, quiet: bool) -> No
     runs = [load_run(directory) for directory in directories]
     write_report(runs, page)
     if not quiet:
-        one = len(runs) == 1
-        _print_table(summary_table(summarize(runs[0])) if one else comparison_table(variants(runs)))
+        if len(runs) == 1:
+            _print_table(summary_table(summarize(runs[0])))
+        else:
+            made = variants(runs)
+            _print_table(comparison_table(made))
+            if (equal := equal_weights_table(made)) is not None:
+                print()
+                _print_table(equal)
         print(f"report: {_shown(page)}")
 
 

@@ -198,6 +198,7 @@ def test_a_run_to_its_end_and_then_compared(tracerl, tmp_path):
         assert (code, error) == (0, "")
         assert "run 1 of 2: TRACE, seed 1: complete already\nrun 2 of 2: BF16, seed 1" in out
         assert "Held-out reward" in out
+        assert re.search(r"Gap at equal weights +TRACE.* BF16\nMean \(nats\) +[\d.e-]+ +[\d.e-]+\n", out)
         assert out.endswith("report: both/report.html\n")
         assert {path.name for path in (tmp_path / "both").iterdir()} == {
             *("trace-seed1", "bf16-seed1", "report.html")

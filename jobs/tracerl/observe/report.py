@@ -21,6 +21,7 @@ from tracerl.api.job import MethodName
 from tracerl.api.manifest import Dumper
 from tracerl.api.resolved import write_atomically
 from tracerl.observe import sections, text
+from tracerl.observe.equal import EQUAL_WEIGHTS, EQUAL_WEIGHTS_NOTE, equal_weights
 from tracerl.observe.redact import redact, redact_text
 from tracerl.observe.run import Run, labels
 from tracerl.observe.sections import DataTable, Group, Section
@@ -229,6 +230,11 @@ def _several_runs(runs: Sequence[Run]) -> Page:
         tuple((one.label, *(show(one) for _, show in COMPARISON)) for one in made),
         " ".join([*(f"{one.note}." for one in made if one.note), COMPARISON_NOTE]),
     )
+    equal = DataTable(
+        ("", *(one.label for one in made)),
+        tuple((name, *cells) for name, cells in equal_weights(made)),
+        EQUAL_WEIGHTS_NOTE,
+    )
     fields = differences(runs)
     names = labels(runs)
     different = DataTable(
@@ -262,6 +268,7 @@ def _several_runs(runs: Sequence[Run]) -> Page:
         Section("runs", "Runs", "Runs", tables=(("", outcomes),)),
         sections.reward(groups),
         sections.gap(groups),
+        *([Section("equal", "Equal weights", EQUAL_WEIGHTS, tables=(("", equal),))] if equal.rows else []),
         sections.records(groups),
         sections.staleness(groups),
         sections.step_time(groups),

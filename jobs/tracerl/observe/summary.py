@@ -101,6 +101,9 @@ class Summary(_Frozen):
     gap_unguided: float | None
     gap_ratio: float | None
     gap_guided_max: float | None
+    gap_first: float | None
+    """Mean gap of the first step, guided where the method guides: both engines then have the same weights."""
+    gap_first_max: float | None
     code_mismatch_rtn: float | None
     """Mismatched over audited values when the trainer rounds to nearest under its own scale."""
     code_mismatch_rtn_adjacent: float | None
@@ -229,6 +232,7 @@ def summarize(run: Run) -> Summary:
         missing.update(step.records.missing_by_reason)
     rows = sum(step.records.rows for step in steps)
     seconds = _seconds(steps)
+    began = steps[0] if steps and steps[0].step == 1 else None
     times = [record.time for records in (run.starts, steps, run.events) for record in records]
     gap_guided = _weighted((step.gap_guided.mean, step.gap_guided.tokens) for step in steps)
     gap_unguided = _weighted(
@@ -270,6 +274,8 @@ def summarize(run: Run) -> Summary:
         gap_unguided=gap_unguided,
         gap_ratio=gap_ratio,
         gap_guided_max=max((step.gap_guided.max for step in steps), default=None),
+        gap_first=began.gap_guided.mean if began else None,
+        gap_first_max=began.gap_guided.max if began else None,
         code_mismatch_rtn=_share(mismatched, sum(site.rtn_values for site in sites)),
         code_mismatch_rtn_adjacent=_share(sum(site.rtn_adjacent for site in sites), mismatched),
         code_mismatch_guided=_share(
