@@ -13,7 +13,6 @@ from typing import Any
 
 import xxhash
 from aiohttp import web
-from prometheus_client import CollectorRegistry
 
 from tracerl.api.resolved import EndpointFile
 from tracerl.transport.base import TransportError
@@ -132,7 +131,7 @@ async def _serve(control: socket.socket, store: dict[str, Any]) -> int:
 
 async def _listen(server: RingServer, store: dict[str, Any]) -> web.AppRunner:
     """Serve HTTP on a free port and publish it, as a store process does."""
-    application = StoreServer(server, token=store["token"], registry=CollectorRegistry()).application()
+    application = StoreServer(server, token=store["token"]).application()
     runner = web.AppRunner(application, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

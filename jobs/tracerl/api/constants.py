@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import product
+from math import prod
 from typing import Literal, Self
 
 from tracerl.api.job import GROUP
@@ -104,6 +107,8 @@ LABEL_ROLE = f"{GROUP}/role"
 """Label of pods: a value of `Role`."""
 LABEL_METHOD = f"{GROUP}/method"
 """Label of pods: `spec.method.name`, for relabelling into metrics."""
+LABEL_CANARY = f"{GROUP}/canary"
+"""Label of jobs: "true" on those whose end the operator shows as that of a canary."""
 ANNOTATION_RESOLVED_HASH = f"{GROUP}/resolved-job-sha256"
 """Annotation of pods: sha256 of the resolved job document that they were started with."""
 
@@ -121,8 +126,9 @@ class Role(StrEnum):
 class MetricSpec:
     """A metric as it is exposed. Counters end in `_total`; units are base units and part of the name.
 
-    `labels` have few values each and never hold a trajectory, a pod or a prompt. `source` is the role that
-    exposes the metric.
+    `labels` have few values each and never hold a trajectory, a pod or a prompt; none is called as what a
+    PodMonitor adds. `source` is the role that exposes the metric. `values` has the values of each label, none
+    for one of `OPEN_LABELS`.
     """
 
     name: str
@@ -131,6 +137,40 @@ class MetricSpec:
     labels: tuple[str, ...]
     help: str
     source: Role
+    values: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def most_series(self) -> int:
+        """Most label combinations that a process shows."""
+        return prod(
+            len(values) or OPEN_LABELS[label].most
+            for label, values in zip(self.labels, self.values, strict=True)
+        )
+
+    def listed(self) -> Iterator[tuple[str, ...]]:
+        """Give all combinations of label values; none where a label is open."""
+        return product(*self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLabel:
+    """A label whose values are no list: the most that one process shows, and what bounds them."""
+
+    most: int
+    doc: str
+
+
+OPEN_LABELS: dict[str, OpenLabel] = {
+    "method": OpenLabel(1, "The job's own, `spec.method.name`."),
+    "format": OpenLabel(1, "The job's own, `spec.quantization.format`."),
+    "version": OpenLabel(1, "That of the package."),
+    "layer": OpenLabel(128, "Number of a layer of the model; audits alone have it."),
+    "position": OpenLabel(24, "Ranges whose bounds are powers of two: 0, 1, 2-3, 4-7, …"),
+    "code": OpenLabel(64, "HTTP status, 0 without an answer, other where HTTP has no such status."),
+    "reason": OpenLabel(66, "NoAnswer, Unexpected, or Code and an HTTP status."),
+    "kind": OpenLabel(32, "Kinds of objects that the operator reads or writes."),
+}
+"""Every label of which a metric has no list of values."""
 
 
 _TRAINER, _ROLLOUT, _STORE, _OPERATOR = Role.TRAINER, Role.ROLLOUT, Role.STORE, Role.OPERATOR
@@ -171,14 +211,36 @@ _ROLLOUT_CORR: tuple[tuple[str, str, str], ...] = (
     ("rollout_probs_diff_max", "", "Largest |difference of probabilities|."),
 )
 
+_FORWARDS, _MEAN_AND_MAX = ("guided", "unguided"), ("mean", "max")
+_QUANTISED = ("ExpertInput", "Key", "Value", "FC2Input")
+_MISSING = ("missing", "checksum", "version", "site_table", "shape")
+_READ_PATHS = ("ring", "spill", "http", "object")
+_TIERS = ("ring", "spill", "object")
+_OPERATIONS, _RESULTS = ("read", "write", "delete", "list"), ("ok", "failed")
+_STEP_PARTS = (
+    *("generate_wait", "fetch", "load", "unpack", "forward_old_guided", "forward_old_unguided"),
+    *("train_forward", "train_backward", "optimizer", "push_weights", "evaluate", "checkpoint"),
+)
+_OVERHEAD_PARTS = ("capture", "pack", "put", "fetch", "unpack", "guided_kernels", "extra_forward")
+_VERBS = ("GET", "LIST", "WATCH", "CREATE", "UPDATE", "APPLY", "PATCH", "DELETE")
+_OPEN: tuple[str, ...] = ()
+
 METRICS: tuple[MetricSpec, ...] = (
     # -- progress -----------------------------------------------------------------------------------------
-    MetricSpec("tracerl_info", "gauge", "", ("method", "format", "version"), "1; what runs.", _TRAINER),
+    MetricSpec(
+        "tracerl_info", "gauge", "", ("method", "format", "version"), "1; what runs.", _TRAINER, (_OPEN,) * 3
+    ),
     MetricSpec("tracerl_step", "gauge", "", (), "Steps done.", _TRAINER),
     MetricSpec("tracerl_steps", "gauge", "", (), "Steps wanted.", _TRAINER),
     MetricSpec("tracerl_policy_version", "gauge", "", (), "Version of the trainer's weights.", _TRAINER),
     MetricSpec(
-        "tracerl_restarts_total", "counter", "", ("role",), "Restarts of a role by the loop.", _TRAINER
+        "tracerl_restarts_total",
+        "counter",
+        "",
+        ("restarted",),
+        "Times that the loop found another process of a role in the place of one that it knew.",
+        _TRAINER,
+        (("rollout",),),
     ),
     # -- reward and loss ----------------------------------------------------------------------------------
     MetricSpec("tracerl_reward_mean", "gauge", "", (), "Mean training reward of the last step.", _TRAINER),
@@ -203,8 +265,9 @@ METRICS: tuple[MetricSpec, ...] = (
         "gauge",
         "nats",
         ("forward", "stat"),
-        f"|{_D}|; forward guided or unguided, stat mean or max.",
+        f"|{_D}| in the last step.",
         _TRAINER,
+        (_FORWARDS, _MEAN_AND_MAX),
     ),
     MetricSpec(
         "tracerl_train_rollout_logprob_abs_diff_by_position",
@@ -213,6 +276,7 @@ METRICS: tuple[MetricSpec, ...] = (
         ("forward", "position"),
         f"Mean |{_D}| by position in the response; position is one of few ranges.",
         _TRAINER,
+        (_FORWARDS, _OPEN),
     ),
     *(
         MetricSpec(f"tracerl_rollout_corr_{key}", "gauge", unit, (), text, _TRAINER)
@@ -226,6 +290,7 @@ METRICS: tuple[MetricSpec, ...] = (
         ("layer", "site", "forward"),
         "Audited values whose trainer code differs from the rollout's.",
         _TRAINER,
+        (_OPEN, _QUANTISED, _FORWARDS),
     ),
     MetricSpec(
         "tracerl_code_mismatch_adjacent_ratio",
@@ -234,6 +299,7 @@ METRICS: tuple[MetricSpec, ...] = (
         ("layer", "site", "forward"),
         "Mismatched audited values whose code is next to the rollout's.",
         _TRAINER,
+        (_OPEN, _QUANTISED, _FORWARDS),
     ),
     MetricSpec(
         "tracerl_rebuilt_scale_error_ratio",
@@ -242,6 +308,7 @@ METRICS: tuple[MetricSpec, ...] = (
         ("layer", "site"),
         "Audited blocks whose rebuilt scale is not the rollout's.",
         _TRAINER,
+        (_OPEN, _QUANTISED),
     ),
     # -- records ------------------------------------------------------------------------------------------
     MetricSpec(
@@ -249,8 +316,9 @@ METRICS: tuple[MetricSpec, ...] = (
         "counter",
         "bytes",
         ("kind",),
-        "Frame bytes read; kind record or audit.",
+        "Frame bytes that steps trained with.",
         _TRAINER,
+        (("record", "audit"),),
     ),
     MetricSpec(
         "tracerl_records_bytes_per_token", "gauge", "bytes", (), "Record bytes a row, last step.", _TRAINER
@@ -263,24 +331,27 @@ METRICS: tuple[MetricSpec, ...] = (
         "counter",
         "rows",
         ("reason",),
-        "Rows without a usable record: missing, checksum, version, site_table, shape.",
+        "Rows without a usable record.",
         _TRAINER,
+        (_MISSING,),
     ),
     MetricSpec(
         "tracerl_record_version_lag",
         "gauge",
         "versions",
         ("stat",),
-        "Trainer's minus record's version; mean, max.",
+        "Trainer's minus record's version.",
         _TRAINER,
+        (_MEAN_AND_MAX,),
     ),
     MetricSpec(
         "tracerl_records_read_bytes_total",
         "counter",
         "bytes",
         ("path",),
-        "Frame bytes read by where they were (ring, spill, http, object), also ahead for later steps.",
+        "Frame bytes read by where they were, also ahead for later steps.",
         _TRAINER,
+        (_READ_PATHS,),
     ),
     MetricSpec(
         "tracerl_records_read_seconds_total",
@@ -289,21 +360,35 @@ METRICS: tuple[MetricSpec, ...] = (
         ("path",),
         "Time that reads took by path; reads that overlap count each.",
         _TRAINER,
+        (_READ_PATHS,),
     ),
     MetricSpec("tracerl_records_held_bytes", "gauge", "bytes", (), "Frame bytes not yet released.", _ROLLOUT),
     MetricSpec(
-        "tracerl_records_written_bytes_total", "counter", "bytes", ("kind",), "Frame bytes written.", _ROLLOUT
+        "tracerl_records_written_bytes_total",
+        "counter",
+        "bytes",
+        ("kind",),
+        "Frame bytes written.",
+        _ROLLOUT,
+        (("record", "audit"),),
     ),
     MetricSpec(
-        "tracerl_records_dropped_total", "counter", "frames", ("reason",), "Frames not written.", _ROLLOUT
+        "tracerl_records_dropped_total",
+        "counter",
+        "frames",
+        ("reason",),
+        "Frames not written.",
+        _ROLLOUT,
+        (("full", "failed", "permission", "foreign", "missing", "damaged", "lost"),),
     ),
     MetricSpec(
         "tracerl_object_uploads_total",
         "counter",
         "",
         ("result",),
-        "Objects of frames by how their upload ended: ok or failed.",
+        "Objects of frames by how their upload ended.",
         _ROLLOUT,
+        (_RESULTS,),
     ),
     MetricSpec(
         "tracerl_object_uploaded_bytes_total", "counter", "bytes", (), "Bytes of uploaded objects.", _ROLLOUT
@@ -316,6 +401,24 @@ METRICS: tuple[MetricSpec, ...] = (
         "Requests to the object store made again.",
         _ROLLOUT,
     ),
+    MetricSpec(
+        "tracerl_object_requests_total",
+        "counter",
+        "",
+        ("operation", "result"),
+        "Requests of a rollout to the object store, each try counted.",
+        _ROLLOUT,
+        (_OPERATIONS, _RESULTS),
+    ),
+    MetricSpec(
+        "tracerl_object_request_seconds_total",
+        "counter",
+        "seconds",
+        ("operation",),
+        "Time that these requests took, without the wait for their turn.",
+        _ROLLOUT,
+        (_OPERATIONS,),
+    ),
     # -- record store -------------------------------------------------------------------------------------
     MetricSpec(
         "tracerl_store_ring_bytes",
@@ -324,17 +427,33 @@ METRICS: tuple[MetricSpec, ...] = (
         ("state",),
         "Shared memory of the ring: free, live (frames) or dead (released, in a segment with live frames).",
         _STORE,
+        (("free", "live", "dead"),),
     ),
     MetricSpec(
-        "tracerl_store_segments", "gauge", "", ("state",), "Segments: free, leased or closed.", _STORE
+        "tracerl_store_segments",
+        "gauge",
+        "",
+        ("state",),
+        "Segments by state.",
+        _STORE,
+        (("free", "leased", "closed"),),
     ),
-    MetricSpec("tracerl_store_frames", "gauge", "frames", ("tier",), "Frames by tier.", _STORE),
+    MetricSpec("tracerl_store_frames", "gauge", "frames", ("tier",), "Frames by tier.", _STORE, (_TIERS,)),
     MetricSpec(
         "tracerl_store_frame_bytes",
         "gauge",
         "bytes",
         ("tier",),
-        "Bytes of frames by tier: ring, spill, object.",
+        "Bytes of frames by tier.",
+        _STORE,
+        (_TIERS,),
+    ),
+    MetricSpec(
+        "tracerl_store_spill_free_bytes",
+        "gauge",
+        "bytes",
+        (),
+        "What still fits below spec.transport.spillPath, by its file system and spillLimit.",
         _STORE,
     ),
     MetricSpec("tracerl_store_committed_bytes_total", "counter", "bytes", (), "Frame bytes put.", _STORE),
@@ -347,14 +466,16 @@ METRICS: tuple[MetricSpec, ...] = (
         ("path",),
         "Frame bytes asked for by readers of this node (ring) or of another one (http).",
         _STORE,
+        (("ring", "http"),),
     ),
     MetricSpec(
         "tracerl_store_relocated_bytes_total",
         "counter",
         "bytes",
         ("tier",),
-        "Frame bytes moved out of the ring: spill, object.",
+        "Frame bytes moved out of the ring.",
         _STORE,
+        (("spill", "object"),),
     ),
     MetricSpec(
         "tracerl_store_tier_errors_total",
@@ -363,6 +484,7 @@ METRICS: tuple[MetricSpec, ...] = (
         ("tier",),
         "Segments that a tier could not take or give back.",
         _STORE,
+        (("spill", "object"),),
     ),
     MetricSpec(
         "tracerl_store_lease_waits_total", "counter", "", (), "Times that a producer waited for room.", _STORE
@@ -372,15 +494,22 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
     MetricSpec("tracerl_store_pins", "gauge", "frames", (), "Frames being read.", _STORE),
     MetricSpec(
-        "tracerl_store_connections", "gauge", "", ("role",), "Connections of producers and readers.", _STORE
+        "tracerl_store_connections",
+        "gauge",
+        "",
+        ("peer",),
+        "Connections by who is at the other end.",
+        _STORE,
+        (("producer", "reader", "control"),),
     ),
     MetricSpec(
         "tracerl_store_refused_total",
         "counter",
         "",
         ("reason",),
-        "Peers or requests refused: token, job, run, protocol.",
+        "Peers or requests refused, by what about them was wrong.",
         _STORE,
+        (("token", "job", "run", "protocol"),),
     ),
     # -- time ---------------------------------------------------------------------------------------------
     MetricSpec("tracerl_step_seconds", "gauge", "seconds", (), "Wall time of the last step.", _TRAINER),
@@ -389,25 +518,43 @@ METRICS: tuple[MetricSpec, ...] = (
         "gauge",
         "seconds",
         ("part",),
-        "Wall time of the last step by part: generate_wait, train_forward, push_weights, …",
+        "Wall time of the last step by part.",
         _TRAINER,
+        (_STEP_PARTS,),
     ),
     MetricSpec(
-        "tracerl_overhead_seconds_total",
+        "tracerl_step_overhead_seconds_total",
         "counter",
         "seconds",
         ("part",),
-        "What TRACE adds: capture, pack, put, fetch, unpack, guided_kernels, extra_forward.",
+        "What TRACE adds to steps.",
+        _TRAINER,
+        (_OVERHEAD_PARTS,),
+    ),
+    MetricSpec(
+        "tracerl_step_critical_path_seconds_total",
+        "counter",
+        "seconds",
+        (),
+        "Wall time of steps without evaluation and checkpoint: what the overhead is a share of.",
         _TRAINER,
     ),
     MetricSpec(
-        "tracerl_overhead_ratio",
+        "tracerl_step_overhead_ratio",
         "gauge",
         "ratio",
         (),
-        "Records, guided kernels and extra forward of the last step over its critical path: wall time "
-        "without evaluation and checkpoint.",
+        "Records, guided kernels and extra forward of the last step over its critical path.",
         _TRAINER,
+    ),
+    MetricSpec(
+        "tracerl_step_overhead_part_ratio",
+        "gauge",
+        "ratio",
+        ("part",),
+        "The three parts of tracerl_step_overhead_ratio, which is their sum.",
+        _TRAINER,
+        (("records", "guided_kernels", "extra_forward"),),
     ),
     MetricSpec("tracerl_generated_tokens_total", "counter", "tokens", (), "Tokens sampled.", _ROLLOUT),
     MetricSpec(
@@ -419,7 +566,16 @@ METRICS: tuple[MetricSpec, ...] = (
         "gauge",
         "versions",
         ("stat",),
-        "Of the last step's trajectories; mean, max.",
+        "Trainer's version minus that of the oldest token, of the last step's trajectories.",
+        _TRAINER,
+        (_MEAN_AND_MAX,),
+    ),
+    MetricSpec(
+        "tracerl_staleness_limit_versions",
+        "gauge",
+        "versions",
+        (),
+        "spec.algorithm.maxVersionDiff.",
         _TRAINER,
     ),
     MetricSpec(
@@ -441,8 +597,9 @@ METRICS: tuple[MetricSpec, ...] = (
         "counter",
         "requests",
         ("reason",),
-        "Sequences prefilled again: memory, weights.",
+        "Sequences prefilled again, since their cache was given away (memory) or weights are newer.",
         _ROLLOUT,
+        (("memory", "weights"),),
     ),
     MetricSpec(
         "tracerl_rollout_reprefilled_rows_total",
@@ -451,6 +608,7 @@ METRICS: tuple[MetricSpec, ...] = (
         ("reason",),
         "Rows computed again under the same weights (memory) or newer ones (weights).",
         _ROLLOUT,
+        (("memory", "weights"),),
     ),
     MetricSpec(
         "tracerl_rollout_admission_stalls_total",
@@ -464,7 +622,15 @@ METRICS: tuple[MetricSpec, ...] = (
         "tracerl_rollout_weight_version", "gauge", "", (), "Version of the rollout's weights.", _ROLLOUT
     ),
     # -- operator -----------------------------------------------------------------------------------------
-    MetricSpec("tracerl_operator_build_info", "gauge", "", ("version",), "1; which version runs.", _OPERATOR),
+    MetricSpec(
+        "tracerl_operator_build_info",
+        "gauge",
+        "",
+        ("version",),
+        "1; which version runs.",
+        _OPERATOR,
+        (_OPEN,),
+    ),
     MetricSpec(
         "tracerl_operator_leads",
         "gauge",
@@ -478,8 +644,27 @@ METRICS: tuple[MetricSpec, ...] = (
         "gauge",
         "",
         ("state",),
-        "Jobs by state: Ready, NotReady, Suspended, Complete, Failed.",
+        "Jobs by state; Queued: Kueue has not admitted them, Suspended: their spec says so.",
         _OPERATOR,
+        (("Ready", "NotReady", "Queued", "Suspended", "Complete", "Failed"),),
+    ),
+    MetricSpec(
+        "tracerl_operator_longest_not_ready_seconds",
+        "gauge",
+        "seconds",
+        ("reason",),
+        "Longest time since a job that should run, or waits in a queue, was Ready last, by Ready's reason.",
+        _OPERATOR,
+        (tuple(Reason),),
+    ),
+    MetricSpec(
+        "tracerl_operator_canary_end_timestamp_seconds",
+        "gauge",
+        "seconds",
+        ("result",),
+        f"Unix time of the latest end of a job with the label {LABEL_CANARY}.",
+        _OPERATOR,
+        (("Complete", "Failed"),),
     ),
     MetricSpec("tracerl_operator_queue_depth", "gauge", "", (), "Jobs that wait to be looked at.", _OPERATOR),
     MetricSpec(
@@ -487,16 +672,18 @@ METRICS: tuple[MetricSpec, ...] = (
         "histogram",
         "seconds",
         ("result",),
-        "Looks at a job by what came of them: unchanged, changed, refused, stale, error, gone, foreign.",
+        "Looks at a job by what came of them.",
         _OPERATOR,
+        (("unchanged", "changed", "refused", "stale", "error", "gone", "foreign"),),
     ),
     MetricSpec(
         "tracerl_operator_reconcile_errors_total",
         "counter",
         "",
         ("reason",),
-        "Looks at a job that failed and are made again: NoAnswer, Code and a number, Unexpected.",
+        "Looks at a job that failed and are made again.",
         _OPERATOR,
+        (_OPEN,),
     ),
     MetricSpec(
         "tracerl_operator_watch_last_event_timestamp_seconds",
@@ -505,14 +692,16 @@ METRICS: tuple[MetricSpec, ...] = (
         ("kind",),
         "Unix time of the last event that a watch brought.",
         _OPERATOR,
+        (_OPEN,),
     ),
     MetricSpec(
         "tracerl_operator_api_requests_total",
         "counter",
         "",
         ("verb", "kind", "code"),
-        "Requests to the API server; code 0 where no answer came.",
+        "Requests to the API server.",
         _OPERATOR,
+        (_VERBS, _OPEN, _OPEN),
     ),
 )
 """Every metric of a job's processes and of the operator; exporters, dashboards and the reference read it."""

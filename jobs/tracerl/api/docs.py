@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tracerl.api import schema
-from tracerl.api.constants import METRICS, ConditionType, Reason
+from tracerl.api.constants import METRICS, OPEN_LABELS, ConditionType, MetricSpec, Reason, Role
 from tracerl.api.job import Mutability
 from tracerl.api.rules import RULES
 from tracerl.api.support import SUPPORT_RULES
@@ -141,25 +141,56 @@ def rules_page() -> str:
 
 
 def names_page() -> str:
-    """Write the tables of conditions, reasons and metrics."""
+    """Write the tables of conditions and reasons."""
     conditions = [[f"`{member}`", member.doc] for member in ConditionType]
     reasons = [[f"`{member}`", member.doc] for member in Reason]
-    metrics = [
-        [f"`{m.name}`", m.type, m.unit, ", ".join(f"`{label}`" for label in m.labels), m.source, m.help]
-        for m in METRICS
-    ]
     return (
         _GENERATED
-        + "# Conditions, reasons and metrics\n\n## Conditions\n\n"
+        + "# Conditions and reasons\n\n## Conditions\n\n"
         + _table(["type", "meaning"], conditions)
         + "\n## Reasons\n\nReasons of conditions; those of Failed also name what ended a local run.\n\n"
         + _table(["reason", "meaning"], reasons)
-        + "\n## Metrics\n\n"
-        + _table(["metric", "type", "unit", "labels", "shown by", "meaning"], metrics)
     )
 
 
-PAGES = {"job.md": job_page, "rules.md": rules_page, "names.md": names_page}
+_SHOWN_BY = {
+    Role.TRAINER: "Trainer 0 shows its last step (gauges) and what its process did (counters).",
+    Role.ROLLOUT: "Every rollout. With SGLang, what SGLang itself counts is on the same page, as `sglang:…`.",
+    Role.STORE: "The record store beside every rollout; none with `spec.transport.onlyObject`.",
+    Role.OPERATOR: "The operator, about all jobs together: no series is of one job.",
+}
+
+
+def metrics_page() -> str:
+    """Write the table of the metrics of each role, and of the labels whose values are no list."""
+    text = _GENERATED + (
+        "# Metrics\n\n"
+        "Everything that TraceRL exposes to Prometheus; how to scrape it is in "
+        "[Scrape the metrics of a run](../how-to/metrics.md). Counters count what their process did, from 0 "
+        "at its start, and have all listed label values from then on. *Series* is the most that one process "
+        "has of a metric; where a label is not followed by values, [labels](#labels) says what bounds it.\n"
+    )
+    for role, sentence in _SHOWN_BY.items():
+        rows = [
+            [f"`{m.name}`", m.type, m.unit, _labels(m), str(m.most_series), m.help]
+            for m in METRICS
+            if m.source is role
+        ]
+        text += f"\n## {role.capitalize()}\n\n{sentence}\n\n"
+        text += _table(["metric", "type", "unit", "labels", "series", "meaning"], rows)
+    rows = [[f"`{name}`", str(label.most), label.doc] for name, label in OPEN_LABELS.items()]
+    return text + "\n## Labels\n\n" + _table(["label", "most values", "what they are"], rows)
+
+
+def _labels(metric: MetricSpec) -> str:
+    shown = []
+    for label, values in zip(metric.labels, metric.values, strict=True):
+        listed = ", ".join(values) if values != tuple(Reason) else "a [reason](names.md#reasons)"
+        shown.append(f"`{label}`: {listed}" if values else f"`{label}`")
+    return "; ".join(shown)
+
+
+PAGES = {"job.md": job_page, "rules.md": rules_page, "names.md": names_page, "metrics.md": metrics_page}
 
 
 def main() -> None:

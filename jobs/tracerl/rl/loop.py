@@ -456,6 +456,7 @@ class _Loop:
             warmup_steps=warmup.steps,
             warmup_seconds=warmup.seconds,
             held_out_reward=self._state.totals.held_out_first,
+            restarts=self._state.restarts,
         )
         self._log.write(record.model_dump(mode="json"))
 

@@ -193,6 +193,22 @@ class Overhead(_Record):
     ratio: float
     """(records + guided_kernels + extra_forward) / critical_path."""
 
+    @property
+    def parts(self) -> dict[str, float]:
+        """The timed components in seconds; their sum over the critical path is `ratio`."""
+        return {
+            name: getattr(self, name)
+            for name in ("capture", "pack", "put", "fetch", "unpack", "guided_kernels", "extra_forward")
+        }
+
+    @property
+    def part_ratios(self) -> dict[str, float]:
+        """The three numbers over the critical path; their sum is `ratio`."""
+        return {
+            name: getattr(self, name) / self.critical_path
+            for name in ("records", "guided_kernels", "extra_forward")
+        }
+
 
 class StepRecord(_Record):
     """One optimisation step."""
@@ -260,6 +276,8 @@ class StartRecord(_Record):
     """0 when the warm-up came from the cache."""
     held_out_reward: float | None
     """Greedy held-out reward before the first step, also after a resume; null without evaluation."""
+    restarts: int = 0
+    """Rollout restarts and instance changes of the job up to that checkpoint."""
 
 
 class EventRecord(_Record):

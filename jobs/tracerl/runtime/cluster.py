@@ -104,8 +104,10 @@ class ClusterLog:
         if isinstance(line, StepRecord):
             self._exporter.observe(line)
             self._report(progress_of(line))
-        elif isinstance(line, StartRecord) and not line.resumed_from:
-            self._report(Progress(steps=line.steps))
+        elif isinstance(line, StartRecord):
+            self._exporter.start(line)
+            if not line.resumed_from:
+                self._report(Progress(steps=line.steps))
 
     def _report(self, progress: Progress) -> None:
         if self._reporter is not None:

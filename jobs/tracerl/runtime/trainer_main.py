@@ -26,7 +26,7 @@ from tracerl.api.model import file_path, model_shape
 from tracerl.api.resolved import EndpointFile, ResolvedJob
 from tracerl.observe.metrics import MetricsServer, StepExporter
 from tracerl.observe.runlog import RunLog
-from tracerl.rl.steprecord import StepRecord
+from tracerl.rl.steprecord import StartRecord, StepRecord
 from tracerl.runtime.child import EXIT_SIGTERM, at_sigterm, run_process
 from tracerl.runtime.interpreters import require_here
 
@@ -43,10 +43,12 @@ class Log:
         self._write = run_log.write
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Write a record and, when it is a step's, show it to the next scrape."""
+        """Write a record, and show what it says to the next scrape."""
         self._write(record)
         if record["type"] == "step":
             self._exporter.observe(StepRecord.model_validate(record))
+        elif record["type"] == "start":
+            self._exporter.start(StartRecord.model_validate(record))
 
     def saved(self, step: int) -> None:
         """Leave the checkpoint where it is."""

@@ -25,7 +25,7 @@ from tracerl_operator.shell.events import Events
 from tracerl_operator.shell.informer import Informer
 from tracerl_operator.shell.kinds import JOB, JobKey
 from tracerl_operator.shell.lease import LEASE, Lease
-from tracerl_operator.shell.metrics import Metrics, job_states
+from tracerl_operator.shell.metrics import Metrics
 from tracerl_operator.shell.options import Options, parse
 from tracerl_operator.shell.store import Store
 from tracerl_operator.shell.watches import Watches
@@ -74,7 +74,7 @@ async def _run(options: Options) -> int:
     events = Events(api, identity)
     controller = Controller(api, store, events, options.installation, informer.optional_kinds)
     workers = Workers(queue, controller, api, store, metrics)
-    metrics.show("tracerl_operator_jobs", lambda: job_states(map(store.job, store.job_keys())))
+    metrics.show_jobs(lambda: map(store.job, store.job_keys()))
     metrics.show("tracerl_operator_queue_depth", lambda: {"": float(len(queue))})
     metrics.show("tracerl_operator_leads", lambda: {"": float(informer.leads)})
 

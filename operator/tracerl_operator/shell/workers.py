@@ -39,11 +39,11 @@ class Workers:
         try:
             return await self._try(key)
         except ApiError as error:
-            reason, text = f"Code{error.code}" if error.code else "NoAnswer", str(error)
+            code, text = error.code, str(error)
         except Exception as error:  # noqa: BLE001  # one job's trouble must not be that of others
-            reason, text = "Unexpected", clean_text(f"a fault of the operator: {error!r}")
+            code, text = None, clean_text(f"a fault of the operator: {error!r}")
             await self._show(key)
-        self.metrics.errors.labels(reason).inc()
+        reason = self.metrics.failed(code)
         seconds = self.queue.failed(key)
         level = logging.ERROR if reason == "Unexpected" else logging.WARNING
         where = {"job": key.name, "namespace": key.namespace, "reason": reason}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tracerl.api.constants import METRICS, ConditionType, Reason
+from tracerl.api.constants import METRICS, OPEN_LABELS, ConditionType, Reason
 from tracerl.api.docs import PAGES
 from tracerl.api.frames import HandleError, format_handle, parse_handle
 
@@ -52,10 +52,8 @@ def test_handle_that_cannot_be_made(store: str, name: str, length: int, xxh3: in
         format_handle(store, name, length, xxh3)
 
 
-LABELS = {
-    *("code", "forward", "format", "kind", "layer", "method", "part", "position", "reason"),
-    *("path", "result", "role", "site", "stat", "state", "tier", "verb", "version"),
-}
+# What a PodMonitor and Prometheus add, by which every series would get a second label of that name.
+TAKEN = {"namespace", "job", "role", "pod", "container", "endpoint", "instance", "le", "quantile"}
 
 
 def test_metric_names() -> None:
@@ -65,8 +63,25 @@ def test_metric_names() -> None:
         assert re.fullmatch(r"tracerl_[a-z0-9]+(_[a-z0-9]+)*", metric.name)
         assert metric.name.endswith("_total") == (metric.type == "counter"), metric.name
         assert not re.search(r"_(ms|milliseconds|kib|mb|percent)(_|$)", metric.name)
-        assert set(metric.labels) <= LABELS, "a label has few values: never a trajectory, a pod or a prompt"
-        assert metric.help
+        assert not set(metric.labels) & TAKEN
+        assert metric.help.endswith(".")
+
+
+def test_a_process_shows_a_bounded_number_of_series() -> None:
+    """Every label has a list of values or a bound, so that none grows with jobs, pods or trajectories."""
+    used = set()
+    for metric in METRICS:
+        assert len(metric.values) == len(metric.labels), metric.name
+        for label, values in zip(metric.labels, metric.values, strict=True):
+            assert len(values) == len(set(values))
+            if not values:
+                used.add(label)
+        buckets = 15 if metric.type == "histogram" else 1
+        layered = "layer" in metric.labels
+        # Only audits have layers; the operator counts its requests alone by three labels.
+        most = 1024 if layered else 17_000 if metric.name == "tracerl_operator_api_requests_total" else 128
+        assert metric.most_series * buckets <= most, metric.name
+    assert used == OPEN_LABELS.keys()
 
 
 def test_reasons_are_camel_case_and_documented() -> None:

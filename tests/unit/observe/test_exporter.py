@@ -10,13 +10,13 @@ import torch
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from sample_runs import job_of, make_step
+from sample_runs import job_of, make_start, make_step
 
-from tracerl.api.constants import METRICS, Role
+from tracerl.api.constants import METRICS, OPEN_LABELS, Role
 from tracerl.api.job import RatioFrom
 from tracerl.observe.metrics import MetricsServer, StepExporter
 from tracerl.rl.ratio import importance, rollout_corr
-from tracerl.rl.steprecord import Records, Staleness
+from tracerl.rl.steprecord import Records, Staleness, StepRecord
 
 TRAINER = {spec.name: spec for spec in METRICS if spec.source is Role.TRAINER}
 
@@ -57,8 +57,50 @@ def test_the_ratio_measures_exactly_what_the_list_has() -> None:
     assert listed == {f"tracerl_rollout_corr_{key}" for key in measured_corr()}
 
 
-def test_before_the_first_step_only_the_info_has_a_value() -> None:
-    assert set(scrape(StepExporter(job_of("QAT")))) == {"tracerl_info"}
+def test_before_the_first_step_counters_are_zero_and_what_a_step_shows_is_not_there() -> None:
+    found = scrape(StepExporter(job_of("QAT")))
+    counters = {spec.name: spec for spec in TRAINER.values() if spec.type == "counter"}
+    assert set(found) == {"tracerl_info", "tracerl_staleness_limit_versions", *counters}
+    for name, spec in counters.items():
+        labels = {tuple(labels.values()) for labels, value in found[name][1] if value == 0.0}
+        assert labels == set(spec.listed())
+
+
+def test_restarts_are_counted_from_the_start_of_this_process() -> None:
+    """A checkpoint brings those of earlier processes; shown again, they would count twice in Prometheus."""
+    exporter = StepExporter(job_of())
+    exporter.start(make_start(resumed_from=10).model_copy(update={"restarts": 3}))
+    exporter.observe(make_step(11, restarts=3))
+    assert scrape(exporter)["tracerl_restarts_total"][1] == [({"restarted": "rollout"}, 0.0)]
+    exporter.observe(make_step(12, restarts=5))
+    assert scrape(exporter)["tracerl_restarts_total"][1] == [({"restarted": "rollout"}, 2.0)]
+
+
+@pytest.mark.parametrize("step", [make_step(10), make_step(3, "BF16"), make_step(4, "QAT")])
+def test_every_label_value_is_one_that_is_listed_or_bounded(step: StepRecord) -> None:
+    exporter = StepExporter(job_of(step.method))
+    exporter.observe(step)
+    for name, (_, samples) in scrape(exporter).items():
+        spec = TRAINER[name]
+        assert len(samples) <= spec.most_series
+        for label, values in zip(spec.labels, spec.values, strict=True):
+            shown = {labels[label] for labels, _ in samples}
+            assert shown <= set(values) if values else len(shown) <= OPEN_LABELS[label].most
+
+
+def test_the_parts_of_the_overhead_are_its_sum() -> None:
+    exporter, steps = StepExporter(job_of()), [make_step(10), make_step(11)]
+    for step in steps:
+        exporter.observe(step)
+    found = {
+        name: {tuple(k.values()): v for k, v in samples} for name, (_, samples) in scrape(exporter).items()
+    }
+    whole = found["tracerl_step_overhead_ratio"][()]
+    assert whole == pytest.approx(sum(found["tracerl_step_overhead_part_ratio"].values()))
+    seconds = sum(found["tracerl_step_overhead_seconds_total"].values())
+    path = found["tracerl_step_critical_path_seconds_total"][()]
+    ours = sum(s.overhead.records + s.overhead.guided_kernels + s.overhead.extra_forward for s in steps)
+    assert (seconds, path) == pytest.approx((ours, sum(s.overhead.critical_path for s in steps)))
 
 
 def test_a_step_without_guidance_records_or_evaluation_has_no_made_up_values() -> None:
@@ -92,10 +134,8 @@ def test_counters_add_up_over_steps_and_gauges_show_the_last() -> None:
     found = {name: samples for name, (_, samples) in scrape(exporter).items()}
     assert found["tracerl_step"] == [({}, 11.0)]
     assert found["tracerl_records_bytes_total"] == [({"kind": "record"}, 2000.0), ({"kind": "audit"}, 20.0)]
-    assert found["tracerl_records_missing_total"] == [
-        ({"reason": "missing"}, 3.0),
-        ({"reason": "checksum"}, 4.0),
-    ]
+    missing = {labels["reason"]: value for labels, value in found["tracerl_records_missing_total"]}
+    assert missing == {"missing": 3.0, "checksum": 4.0, "version": 0.0, "site_table": 0.0, "shape": 0.0}
     assert found["tracerl_groups_dropped_total"] == [({}, 4.0)]
     assert found["tracerl_staleness_versions"] == [({"stat": "mean"}, 1.5), ({"stat": "max"}, 2.0)]
     assert found["tracerl_record_version_lag"] == [({"stat": "mean"}, 0.75), ({"stat": "max"}, 1.0)]

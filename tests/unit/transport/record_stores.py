@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import xxhash
-from prometheus_client import CollectorRegistry
 
 from tracerl.api.frames import FrameKey, Handle, parse_handle
 from tracerl.api.job import TraceRLJob
@@ -28,7 +27,6 @@ from tracerl.transport.remote import RemoteSource
 from tracerl.transport.ring.client import StoreSink, StoreSource
 from tracerl.transport.ring.server import RingServer, Tier
 from tracerl.transport.store.http import StoreServer
-from tracerl.transport.store.metrics import StoreMetrics
 
 JOB_UID = "0b7a1f7c-0000-4000-8000-000000000001"
 RUN_ID = "run-1"
@@ -100,9 +98,7 @@ class ThreadStore:
             tiers=tiers,
         )
         await self.ring.start()
-        registry = CollectorRegistry()
-        self.server = StoreServer(self.ring, token=TOKEN, registry=registry)
-        registry.register(StoreMetrics(self.ring, self.server))
+        self.server = StoreServer(self.ring, token=TOKEN)
         self._http = HttpServer(self.server.application(), self.server.strangers)
         self.url = f"http://127.0.0.1:{await self._http.start('127.0.0.1', 0)}"
 

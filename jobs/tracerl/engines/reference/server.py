@@ -6,8 +6,7 @@ import asyncio
 import logging
 import secrets
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,18 +14,16 @@ from typing import Any, TypeVar
 
 import torch
 from aiohttp import web
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 from torch import Tensor
 
-from tracerl.api.constants import METRICS, Reason, Role
+from tracerl.api.constants import Reason, Role
 from tracerl.api.errors import InputError, JobError
 from tracerl.api.job import DType, TraceRLJob
 from tracerl.api.model import ModelShape, model_shape
 from tracerl.api.resolved import ResolvedJob
 from tracerl.engines.frames import Destination, FrameWriter
 from tracerl.engines.hf import read_tensors
+from tracerl.engines.metrics import sink_state, sink_values
 from tracerl.engines.reference.capture import CaptureHooks, RowBuffer
 from tracerl.engines.reference.model import KVCache, MoEModel
 from tracerl.engines.reference.scheduler import Request, Scheduler
@@ -47,7 +44,8 @@ from tracerl.engines.rollout_http import (
 from tracerl.engines.weight_group import DTYPES, WeightGroup
 from tracerl.methods import plan
 from tracerl.records.sites import audit_table, site_table
-from tracerl.transport.base import FrameSink, TransportError, Usage
+from tracerl.transport.base import FrameSink, TransportError
+from tracerl.transport.exposition import Values, exposition
 from tracerl.transport.sources import open_sink
 
 _log = logging.getLogger(__name__)
@@ -134,8 +132,6 @@ class RolloutServer:
         """The run that is served."""
         self._update: _Update | None = None
         self._groups: dict[str, WeightGroup] = {}
-        self._registry = CollectorRegistry()
-        self._registry.register(_Metrics(self._scheduler, self._writer))
 
     @property
     def instance_id(self) -> str:
@@ -328,7 +324,7 @@ class RolloutServer:
 
     def metrics(self) -> bytes:
         """Metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
+        return exposition(Role.ROLLOUT, _values(self._scheduler, self._writer))
 
 
 class _Waiting:
@@ -386,54 +382,21 @@ async def _in_thread(function: Callable[[], _T]) -> _T:
 # -- metrics ----------------------------------------------------------------------------------------------
 
 
-class _Metrics(Collector):
-    """The rollout's metrics, read from the scheduler and the writer whenever somebody asks."""
-
-    def __init__(self, scheduler: Scheduler, writer: FrameWriter) -> None:
-        self._scheduler, self._writer = scheduler, writer
-
-    def collect(self) -> Iterator[Metric]:
-        """Make the metrics that `tracerl.api.constants.METRICS` lists for a rollout."""
-        scheduler, writer, stats = self._scheduler, self._writer, self._scheduler.stats
-        usage = _usage(writer)
-        counted = Counter({} if usage is None else usage.counters)
-        values: dict[str, dict[str, float]] = {
-            "tracerl_records_held_bytes": {} if usage is None else {"": usage.frame_bytes},
-            "tracerl_records_written_bytes_total": {**{"record": 0, "audit": 0}, **writer.written_bytes},
-            "tracerl_records_dropped_total": {"lost": counted["lost_frames"], **writer.dropped},
-            "tracerl_object_uploads_total": {
-                "ok": counted["uploads_ok"],
-                "failed": counted["uploads_failed"],
-            },
-            "tracerl_object_uploaded_bytes_total": {"": counted["uploaded_bytes"]},
-            "tracerl_object_retries_total": {"": counted["retries"]},
-            "tracerl_generated_tokens_total": {"": stats.generated_tokens},
-            "tracerl_rollout_running_requests": {"": scheduler.running},
-            "tracerl_rollout_queued_requests": {"": scheduler.queued},
-            "tracerl_rollout_kv_cache_tokens": {"": scheduler.cached_tokens},
-            "tracerl_rollout_retracted_total": {**{"memory": 0, "weights": 0}, **stats.retracted},
-            "tracerl_rollout_reprefilled_rows_total": {
-                **{"memory": 0, "weights": 0},
-                **stats.reprefilled_rows,
-            },
-            "tracerl_rollout_admission_stalls_total": {"": stats.admission_stalls},
-            "tracerl_rollout_weight_version": {} if scheduler.version is None else {"": scheduler.version},
-        }
-        for spec in METRICS:
-            if spec.source is not Role.ROLLOUT:
-                continue
-            family = CounterMetricFamily if spec.type == "counter" else GaugeMetricFamily
-            metric = family(spec.name, spec.help, labels=spec.labels)
-            for label, value in values[spec.name].items():
-                metric.add_metric([label] if spec.labels else [], value)
-            yield metric
-
-
-def _usage(writer: FrameWriter) -> Usage | None:
-    try:
-        return writer.usage()
-    except TransportError:  # not known just now; every other metric is
-        return None
+def _values(scheduler: Scheduler, writer: FrameWriter) -> Values:
+    """Read what `tracerl.api.constants.METRICS` lists for a rollout."""
+    stats = scheduler.stats
+    return {
+        **sink_values(sink_state(writer), writer.dropped),
+        "tracerl_records_written_bytes_total": dict(writer.written_bytes),
+        "tracerl_generated_tokens_total": {"": stats.generated_tokens},
+        "tracerl_rollout_running_requests": {"": scheduler.running},
+        "tracerl_rollout_queued_requests": {"": scheduler.queued},
+        "tracerl_rollout_kv_cache_tokens": {"": scheduler.cached_tokens},
+        "tracerl_rollout_retracted_total": dict(stats.retracted),
+        "tracerl_rollout_reprefilled_rows_total": dict(stats.reprefilled_rows),
+        "tracerl_rollout_admission_stalls_total": {"": stats.admission_stalls},
+        "tracerl_rollout_weight_version": {} if scheduler.version is None else {"": scheduler.version},
+    }
 
 
 # -- the process ------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from tracerl.api.resolved import ResolvedJob
 from tracerl.engines.capture import Captured, SiteCapture, held_sites
 from tracerl.engines.frames import Destination, FrameWriter
 from tracerl.engines.hf import read_tensors
+from tracerl.engines.metrics import sink_state
 from tracerl.engines.rollout_http import NOT_BEGUN
 from tracerl.engines.sglang import native, seams
 from tracerl.engines.sglang.channel import PluginEnd, socket_path
@@ -43,7 +44,7 @@ from tracerl.methods import plan
 from tracerl.numerics import NonFiniteError
 from tracerl.records.pairing import RecordEntry
 from tracerl.records.sites import SiteKind, SiteTable, audit_table, site_table
-from tracerl.transport.base import TransportError, Usage
+from tracerl.transport.base import TransportError
 from tracerl.transport.sources import open_sink
 
 _log = logging.getLogger(__name__)
@@ -619,7 +620,7 @@ class _Scheduler:
             self.recorder.forget(id)
 
     def _stats(self) -> dict[str, Any]:
-        stats, usage = self.recorder.stats, _usage(self._writer)
+        stats = self.recorder.stats
         return {
             "retracted": stats.retracted,
             "reprefilled_rows": stats.reprefilled_rows,
@@ -628,8 +629,7 @@ class _Scheduler:
             "kv_tokens": self._pool.size - self._pool.available_size(),
             "written": self._writer.written_bytes,
             "dropped": self._writer.dropped,
-            "held": None if usage is None else usage.frame_bytes,
-            "sink": {} if usage is None else usage.counters,
+            "sink": sink_state(self._writer),
             "expert_hash": self._expert_hash,
         }
 
@@ -699,10 +699,3 @@ def _use_plain_host_memory() -> None:
         return torch.zeros(size, dtype=dtype)
 
     common.ALLOC_MEMORY_FUNCS["cpu"] = allocate
-
-
-def _usage(writer: FrameWriter) -> Usage | None:
-    try:
-        return writer.usage()
-    except TransportError:  # not known just now; everything else is
-        return None

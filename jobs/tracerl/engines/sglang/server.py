@@ -15,14 +15,15 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from tracerl.api.constants import METRICS, Reason, Role
+from tracerl.api.constants import Reason, Role
 from tracerl.api.errors import InputError, JobError, first_line
 from tracerl.api.model import ModelShape, model_shape
 from tracerl.api.resolved import ResolvedJob
+from tracerl.engines.metrics import sink_values
 from tracerl.engines.rollout_http import (
     NOT_BEGUN,
     Ask,
@@ -43,6 +44,10 @@ from tracerl.engines.sglang.seams import CALLED, HOOKED, check_seams, check_vers
 from tracerl.engines.sglang.settings import engine_arguments, refuse
 from tracerl.records.pairing import RecordEntry
 from tracerl.records.sites import site_table
+
+if TYPE_CHECKING:
+    # prometheus_client looks for the directory of `_prepare_environment` when it is imported.
+    from tracerl.transport.exposition import Values
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -378,8 +383,11 @@ class SGLangServer:
 
     def metrics(self) -> bytes:
         """SGLang's metrics, then those of every rollout."""
+        from tracerl.transport.exposition import exposition  # noqa: PLC0415
+
         assert self._loop is not None
-        return _metrics_text(self, asyncio.run_coroutine_threadsafe(self._ask_stats(), self._loop).result())
+        stats = asyncio.run_coroutine_threadsafe(self._ask_stats(), self._loop).result()
+        return _theirs() + exposition(Role.ROLLOUT, _values(self, stats))
 
     async def _ask_stats(self) -> list[dict[str, Any]]:
         try:
@@ -452,60 +460,48 @@ def _text(version: int | None) -> str | None:
     return None if version is None else str(version)
 
 
-def _metrics_text(server: SGLangServer, stats: Sequence[Mapping[str, Any]]) -> bytes:
-    from prometheus_client import CollectorRegistry, generate_latest  # noqa: PLC0415
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric  # noqa: PLC0415
-    from prometheus_client.multiprocess import MultiProcessCollector  # noqa: PLC0415
+def _values(server: SGLangServer, stats: Sequence[Mapping[str, Any]]) -> Values:
+    """Read what METRICS lists for a rollout; without an answer of the schedulers, most is not known."""
 
     def summed(name: str) -> Counter[str]:
-        total: Counter[str] = Counter()
-        for one in stats:
-            total.update(one[name])
-        return total
+        return _sum(one[name] for one in stats)
 
-    sink = summed("sink")
-    held = [one["held"] for one in stats if one["held"] is not None]
-    values: dict[str, dict[str, float]] = {
-        "tracerl_records_held_bytes": {"": held[0]} if held else {},
-        "tracerl_records_written_bytes_total": {**{"record": 0, "audit": 0}, **summed("written")},
-        "tracerl_records_dropped_total": {"lost": sink["lost_frames"], **summed("dropped")},
-        "tracerl_object_uploads_total": {"ok": sink["uploads_ok"], "failed": sink["uploads_failed"]},
-        "tracerl_object_uploaded_bytes_total": {"": sink["uploaded_bytes"]},
-        "tracerl_object_retries_total": {"": sink["retries"]},
+    def known(values: Callable[[], Mapping[str, float]]) -> Mapping[str, float] | None:
+        return values() if stats else None
+
+    # Ranks of one engine put into the same store and count for themselves.
+    sinks = [one["sink"] for one in stats]
+    state = (sinks[0][0], dict(_sum(sink[1] for sink in sinks))) if sinks and all(sinks) else None
+    return {
+        **sink_values(state, summed("dropped")),
+        "tracerl_records_written_bytes_total": known(lambda: summed("written")),
         "tracerl_generated_tokens_total": {"": server.generated_tokens},
         "tracerl_rollout_running_requests": {"": server.running},
         "tracerl_rollout_queued_requests": {"": server.queued},
-        "tracerl_rollout_kv_cache_tokens": {"": stats[0]["kv_tokens"]} if stats else {},
-        "tracerl_rollout_retracted_total": {**{"memory": 0, "weights": 0}, **_first(stats, "retracted")},
-        "tracerl_rollout_reprefilled_rows_total": {
-            **{"memory": 0, "weights": 0},
-            **_first(stats, "reprefilled_rows"),
-        },
-        "tracerl_rollout_admission_stalls_total": {"": sum(one["stalls"] for one in stats)},
+        "tracerl_rollout_kv_cache_tokens": known(lambda: {"": stats[0]["kv_tokens"]}),
+        # Every rank counts these alike.
+        "tracerl_rollout_retracted_total": known(lambda: dict(stats[0]["retracted"])),
+        "tracerl_rollout_reprefilled_rows_total": known(lambda: dict(stats[0]["reprefilled_rows"])),
+        "tracerl_rollout_admission_stalls_total": known(lambda: {"": sum(one["stalls"] for one in stats)}),
         "tracerl_rollout_weight_version": {} if server.version is None else {"": server.version},
     }
 
-    class Own:
-        def collect(self) -> Iterator[Metric]:
-            for spec in METRICS:
-                if spec.source is not Role.ROLLOUT:
-                    continue
-                family = CounterMetricFamily if spec.type == "counter" else GaugeMetricFamily
-                metric = family(spec.name, spec.help, labels=spec.labels)
-                for label, value in values[spec.name].items():
-                    metric.add_metric([label] if spec.labels else [], value)
-                yield metric
 
-    theirs, ours = CollectorRegistry(), CollectorRegistry()
-    if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
-        MultiProcessCollector(theirs)  # type: ignore[no-untyped-call]
-    ours.register(Own())
-    return generate_latest(theirs) + generate_latest(ours)
+def _sum(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for one in counts:
+        total.update(one)
+    return total
 
 
-def _first(stats: Sequence[Mapping[str, Any]], name: str) -> dict[str, float]:
-    """What every rank counts alike."""
-    return dict(stats[0][name]) if stats else {}
+def _theirs() -> bytes:
+    """What SGLang counts, of all of its processes, under its own names: its dashboards work with them."""
+    from prometheus_client import CollectorRegistry, generate_latest  # noqa: PLC0415
+    from prometheus_client.multiprocess import MultiProcessCollector  # noqa: PLC0415
+
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+    return generate_latest(registry)
 
 
 def _child_failed(*_: object) -> None:

@@ -13,10 +13,12 @@ import logging
 import random
 import secrets
 import threading
+import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 import fsspec
@@ -50,6 +52,19 @@ _CREDENTIALS = {
 _TRY_SECONDS = 30.0
 _SLOWEST_BYTES_PER_SECOND = 2**20
 _ABORT_SECONDS = 5.0
+
+_Verb = Literal["read", "written", "deleted", "listed"]
+OPERATIONS: Final[dict[_Verb, str]] = {
+    "read": "read",
+    "written": "write",
+    "deleted": "delete",
+    "listed": "list",
+}
+"""What requests do, by how messages say it."""
+_COUNTERS = (
+    *("requests", "retries", "sent_bytes", "received_bytes"),
+    *(f"{one}_{what}" for one in OPERATIONS.values() for what in ("ok", "failed", "nanoseconds")),
+)
 
 
 class CredentialsError(TransportError):
@@ -158,11 +173,11 @@ class FileSystem:
 
     @property
     def counters(self) -> dict[str, int]:
-        """Totals: requests, retries, sent_bytes, received_bytes."""
+        """Totals: requests, retries, sent_bytes, received_bytes, and by operation (read, write, delete, list)
+        ``OPERATION_ok``, ``OPERATION_failed`` and ``OPERATION_nanoseconds`` of single tries.
+        """
         with self._lock:
-            return {
-                name: self._counters[name] for name in ("requests", "retries", "sent_bytes", "received_bytes")
-            }
+            return {name: self._counters[name] for name in _COUNTERS}
 
     def write(self, path: str, data: Buffer, *, timeout: float | None = None) -> None:
         """Write an object; it becomes visible whole or not at all."""
@@ -314,7 +329,7 @@ class FileSystem:
 
     async def _request(
         self,
-        verb: str,
+        verb: _Verb,
         path: str,
         attempt: Callable[[], Awaitable[_T]],
         deadline: Deadline,
@@ -326,8 +341,10 @@ class FileSystem:
             try:
                 async with self._slots:
                     tries += 1
-                    self._count(requests=1)
-                    async with asyncio.timeout(min(longest, max(deadline.remaining(), 0.1))):
+                    async with (
+                        self._counted(verb),
+                        asyncio.timeout(min(longest, max(deadline.remaining(), 0.1))),
+                    ):
                         answer = await attempt()
             except Exception as error:  # noqa: BLE001  each filesystem's libraries have errors of their own
                 verdict = self._backend.judge(error)
@@ -350,6 +367,17 @@ class FileSystem:
             self._count(retries=1)
             await asyncio.sleep(delay)
         raise AssertionError("delays never end")
+
+    @asynccontextmanager
+    async def _counted(self, verb: _Verb) -> AsyncIterator[None]:
+        """Count one try and its time."""
+        operation, started, result = OPERATIONS[verb], time.monotonic_ns(), "failed"
+        try:
+            yield
+            result = "ok"
+        finally:
+            elapsed = time.monotonic_ns() - started
+            self._count(requests=1, **{f"{operation}_{result}": 1, f"{operation}_nanoseconds": elapsed})
 
     def _recovered(self) -> None:
         if self._troubled:

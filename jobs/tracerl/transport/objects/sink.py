@@ -237,7 +237,7 @@ class ObjectSink:
                 frames=sum(item.frames for item in waiting) + len(lengths),
                 frame_bytes=sum(item.frame_bytes for item in waiting) + sum(lengths),
                 congested=self._held + self._batch_bytes > self._memory_bytes,
-                counters={**self._counters, "retries": self._filesystem.counters["retries"]},
+                counters={**self._filesystem.counters, **self._counters},
             )
 
     def close(self) -> None:

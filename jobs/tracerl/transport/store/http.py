@@ -39,15 +39,18 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Annotated, NamedTuple, TypeVar
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry, generate_latest
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from tracerl.api.constants import Role
 from tracerl.api.frames import Handle, HandleError, parse_handle
 from tracerl.transport.base import Fault, TransportError
+from tracerl.transport.exposition import CONTENT_TYPE, exposition
 from tracerl.transport.listen import Strangers
 from tracerl.transport.ring.segments import Location
 from tracerl.transport.ring.server import LocalReader, RingServer
 from tracerl.transport.store import wire
+from tracerl.transport.store.metrics import store_values
+from tracerl.transport.store.spill import SpillDirectory
 
 _log = logging.getLogger(__name__)
 
@@ -130,8 +133,9 @@ class _RefusedError(Exception):
 class StoreServer:
     """The HTTP side of one store; all of it runs on the ring's event loop."""
 
-    def __init__(self, ring: RingServer, *, token: str, registry: CollectorRegistry) -> None:
-        self._ring, self._registry = ring, registry
+    def __init__(self, ring: RingServer, *, token: str, spill: SpillDirectory | None = None) -> None:
+        """`spill` is the ring's tier in a directory, if it has one."""
+        self._ring, self._spill = ring, spill
         self._authorization = f"Bearer {token}".encode()
         self._slots = asyncio.Semaphore(_READS)
         self._seen: OrderedDict[str, None] = OrderedDict()
@@ -190,8 +194,8 @@ class StoreServer:
 
     async def _metrics(self, _request: web.Request) -> web.Response:
         # On the loop, whose books it reads.
-        text = generate_latest(self._registry)
-        return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+        text = exposition(Role.STORE, store_values(self._ring, self.refused, self._spill))
+        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
     async def _list(self, request: web.Request) -> web.Response:
         body = await _parse(request, _List)

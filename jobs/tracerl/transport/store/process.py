@@ -10,8 +10,6 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from prometheus_client import CollectorRegistry
-
 from tracerl.api.constants import Reason
 from tracerl.api.errors import JobError
 from tracerl.api.job import Spill, quantity_bytes
@@ -20,7 +18,6 @@ from tracerl.transport.listen import HttpServer, raise_open_files
 from tracerl.transport.places import open_objects
 from tracerl.transport.ring.server import RingServer
 from tracerl.transport.store.http import StoreServer
-from tracerl.transport.store.metrics import StoreMetrics
 from tracerl.transport.store.spill import ObjectTier, SpillDirectory
 
 _log = logging.getLogger(__name__)
@@ -63,7 +60,7 @@ async def _serve(resolved: ResolvedJob, name: str) -> None:
             raise
         stack.push_async_callback(ring.close)
         await ring.start()
-        await _listen(stack, ring, resolved, name, token)
+        await _listen(stack, ring, directory, resolved, name)
         if objects is not None:
             # After all else, for whoever waits for this store need not wait for the object store. The ring's
             # directory is locked by now: no other store of this name has objects there.
@@ -82,12 +79,10 @@ def _spill_directory(resolved: ResolvedJob, name: str) -> SpillDirectory | None:
 
 
 async def _listen(
-    stack: AsyncExitStack, ring: RingServer, resolved: ResolvedJob, name: str, token: str
+    stack: AsyncExitStack, ring: RingServer, spill: SpillDirectory | None, resolved: ResolvedJob, name: str
 ) -> None:
     """Serve HTTP and publish where, until the stack is left."""
-    registry = CollectorRegistry()
-    server = StoreServer(ring, token=token, registry=registry)
-    registry.register(StoreMetrics(ring, server))
+    server = StoreServer(ring, token=resolved.token(), spill=spill)
     http = HttpServer(server.application(), server.strangers)
     stack.push_async_callback(http.close)
     [endpoint] = [endpoint for endpoint in resolved.endpoints.store if endpoint.name == name]

@@ -76,6 +76,13 @@ class SpillDirectory:
         self.held_bytes = 0
         """Bytes of all files; a file counts as a whole until it is gone."""
 
+    @property
+    def free_bytes(self) -> int:
+        """What still fits, by the file system and by the limit."""
+        system = os.statvfs(self.directory)
+        free = system.f_bavail * system.f_frsize
+        return free if self._limit is None else max(0, min(free, self._limit - self.held_bytes))
+
     async def take(self, frames: Sequence[tuple[LiveFrame, memoryview]]) -> dict[int, Location]:
         """Write frames into one file. TransportError; nothing is kept then.
 
