@@ -172,6 +172,8 @@ def _pod_monitor(job: TraceRLJob, uid: str, installation: Installation) -> Docum
                 {"targetLabel": "role", "replacement": role},
                 {"targetLabel": "method", "sourceLabels": [f"__meta_kubernetes_pod_label_{method}"]},
             ],
+            # tracerl_info says the method too, for who scrapes without this.
+            "metricRelabelings": [{"action": "labeldrop", "regex": "exported_method"}],
         }
         for role in _scraped(job)
     ]
