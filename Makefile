@@ -76,6 +76,11 @@ test-transport: install ## Kills, corruption and soak of the record store, and t
 	@$(UV) sync --frozen --quiet $(EXTRAS) --group s3
 	$(RUN) pytest -c tests/transport/pytest.ini tests/transport
 
+.PHONY: test-monitoring
+test-monitoring: install ## Dashboards and alerts on a real Prometheus that scrapes a real run, two minutes
+	@{ command -v prometheus && command -v promtool; } >/dev/null || { echo "make: prometheus and promtool are needed: install them (Debian: apt-get install prometheus) and try again"; exit 1; }
+	$(RUN) pytest -c tests/monitoring/pytest.ini tests/monitoring
+
 # A whole cluster needs root and Debian packages; TRACERL_CLUSTER=api leaves out what needs it.
 CLUSTER := $(RUN) python tests/cluster/cluster.py
 
@@ -122,10 +127,14 @@ crds: install ## Write the CustomResourceDefinition, and its copy in the chart
 	$(RUN) python -m tracerl.api.crd
 	cp crds/tracerljobs.yaml charts/tracerl/files/tracerljobs.yaml
 
+.PHONY: dashboards
+dashboards: install ## Write the chart's dashboards and alerts
+	PYTHONPATH=charts $(RUN) python -m tracerl_monitoring
+
 .PHONY: drift
-drift: docs crds ## Fail when a generated file or the lock file is stale
+drift: docs crds dashboards ## Fail when a generated file or the lock file is stale
 	$(UV) lock --check
-	git diff --exit-code -- docs/reference crds charts/tracerl/files || { echo "make: generated files are stale: run 'make docs crds' and commit them"; exit 1; }
+	git diff --exit-code -- docs/reference crds charts/tracerl/files || { echo "make: generated files are stale: run 'make docs crds dashboards' and commit them"; exit 1; }
 
 .PHONY: bench
 bench: install ## Benchmarks that fit a laptop; results in benchmarks/results/

@@ -21,6 +21,10 @@ _FILES = {
         *_PROMETHEUS,
         "example/prometheus-operator-crd/monitoring.coreos.com_servicemonitors.yaml",
     ),
+    "PrometheusRule": (
+        *_PROMETHEUS,
+        "example/prometheus-operator-crd/monitoring.coreos.com_prometheusrules.yaml",
+    ),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 from api_server import KUBE, ApiServer, RefusedError
+from chart_files import alert_rules, boards
 from definitions import definition
 from operator_process import eventually
 from small_cluster import APART, NODE, SPEC, TOKEN, merged, nodes
@@ -37,6 +39,17 @@ RENDERINGS: dict[str, dict[str, Any]] = {
     "monitoring": {
         "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}, "interval": "30s"},
         "jobPodMonitor": {"enabled": True, "labels": {"release": "prometheus", "team": "a"}},
+        "docsUrl": "https://docs.example.org/{page}.html",
+        "dashboards": {
+            "enabled": True,
+            "labels": {"team": "a"},
+            "annotations": {"grafana_folder": "TraceRL"},
+        },
+        "alerts": {
+            "enabled": True,
+            "labels": {"release": "prometheus"},
+            "thresholds": {"overheadRatio": 0.03, "jobStuckMinutes": 180},
+        },
     },
     "least": {
         "crds": {"install": False},
@@ -55,6 +68,8 @@ RENDERINGS: dict[str, dict[str, Any]] = {
         "jobNetworkPolicy": {"enabled": True},
         "jobPodMonitor": {"enabled": True},
         "serviceMonitor": {"enabled": True},
+        "dashboards": {"enabled": True},
+        "alerts": {"enabled": True},
         "networkPolicy": {"enabled": True},
         "podDisruptionBudget": {"enabled": True},
         "serviceAccount": {"name": "other", "annotations": {"example.org/a": "b"}},
@@ -201,6 +216,47 @@ def test_release_for_namespaces_needs_no_right_to_the_cluster() -> None:
     assert {right for rule in rights[SYSTEM] for right in rule["resources"]} == {"leases"}
 
 
+def test_alerts_are_the_committed_ones() -> None:
+    assert of_kind(render({}), "PrometheusRule") == []
+    (made,) = of_kind(render(RENDERINGS["everything"]), "PrometheusRule")
+    assert made["spec"] == alert_rules(SYSTEM)
+
+
+def test_thresholds_and_addresses_are_values() -> None:
+    (made,) = of_kind(render(RENDERINGS["monitoring"]), "PrometheusRule")
+    assert made["metadata"]["labels"]["release"] == "prometheus"
+    (expected,) = alert_rules(SYSTEM)["groups"]
+    for rule in expected["rules"]:
+        page = f"runbooks/{rule['alert']}"
+        rule["annotations"]["runbook_url"] = f"https://docs.example.org/{page}.html"
+        if rule["alert"] == "TraceRLOverheadAboveBudget":
+            rule["expr"] = rule["expr"].replace("> 0.1", "> 0.03")
+        if rule["alert"] == "TraceRLJobStuck":
+            rule["for"] = "180m"
+            text = rule["annotations"]["description"]
+            rule["annotations"]["description"] = text.replace("60 minutes", "180 minutes")
+    assert made["spec"]["groups"] == [expected]
+
+
+@pytest.mark.parametrize(
+    ("name", "link"),
+    [("monitoring", r"[\1](https://docs.example.org/\2.html)"), ("everything", r"\1: docs/\2.md")],
+)
+def test_dashboards_are_the_committed_ones(name: str, link: str) -> None:
+    """With addresses where links go, or the paths of the pages in their place."""
+    assert of_kind(render({}), "ConfigMap") == []
+    made = {}
+    for one in of_kind(render(RENDERINGS[name]), "ConfigMap"):
+        assert one["metadata"]["labels"]["grafana_dashboard"] == "1"
+        ((file, text),) = one["data"].items()
+        made[file] = json.loads(text)
+    expected = {
+        f"tracerl-{board}.json": re.sub(r"\[([^][]+)\]\(@docs:([^@]+)@\)", link, json.dumps(content))
+        for board, content in boards().items()
+    }
+    assert made == {file: json.loads(text) for file, text in expected.items()}
+
+
 WRONG = {
     "nodering: {enabled: true}": "additional properties 'nodering' not allowed",
     "nodeRing: true": "at '/nodeRing': got boolean, want object",
@@ -214,6 +270,10 @@ WRONG = {
     "image: {repository: ''}": "at '/image/repository'",
     "image: {repository: 'a/b:1'}": "a/b:1 is more than the repository of an image: write the part after",
     "image: {pullPolicy: never}": "value must be one of 'Always', 'IfNotPresent', 'Never'",
+    "alerts: {thresholds: {overhead: 1}}": "additional properties 'overhead' not allowed",
+    "alerts: {thresholds: {ringShare: 95}}": "at '/alerts/thresholds/ringShare': maximum: got 95, want 1",
+    "alerts: {thresholds: {gapGrowth: '2'}}": "at '/alerts/thresholds/gapGrowth': got string, want number",
+    "docsUrl: https://docs.example.org": "does not match pattern",
     "jobPodMonitor: {labels: {a: 1}}": "at '/jobPodMonitor/labels/a': got number, want string",
     "imagePullSecrets: [registry]": "at '/imagePullSecrets/0': got string, want object",
     "serviceAccount: {create: false}": "serviceAccount.name is needed where serviceAccount.create is false",
@@ -235,7 +295,7 @@ def test_wrong_values_are_refused_with_the_place(values: str) -> None:
 @pytest.fixture(scope="module")
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
     """A server with the kinds and namespaces that an installation finds, and nothing of this chart."""
-    others = [definition(kind) for kind in ("JobSet", "PodMonitor", "ServiceMonitor")]
+    others = [definition(kind) for kind in ("JobSet", "PodMonitor", "ServiceMonitor", "PrometheusRule")]
     with ApiServer(tmp_path_factory.mktemp("api-server")) as server:
         for other in others:
             server.define(other)

@@ -35,3 +35,18 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version | replace "+" "_" }}
 {{- end -}}
 {{ $image.repository }}:{{ $image.tag | default $root.Chart.AppVersion }}{{ if $image.digest }}@{{ $image.digest }}{{ end }}
 {{- end -}}
+
+{{/*
+A text of files/ with the addresses of pages, @docs:PAGE@ there: (list . TEXT). Without docsUrl it is the page's path in
+the repository, and no link.
+*/}}
+{{- define "tracerl.documented" -}}
+{{- $root := index . 0 -}}
+{{- $text := index . 1 -}}
+{{- if $root.Values.docsUrl -}}
+{{ regexReplaceAll "@docs:([^@]+)@" $text (replace "{page}" "${1}" $root.Values.docsUrl) }}
+{{- else -}}
+{{- $plain := regexReplaceAll "\\[([^][\n]+)\\]\\(@docs:([^@]+)@\\)" $text "${1}: docs/${2}.md" -}}
+{{ regexReplaceAll "@docs:([^@]+)@" $plain "docs/${1}.md" }}
+{{- end -}}
+{{- end -}}
