@@ -1,0 +1,64 @@
+"""The panels that a canary has nothing for, with figures worked out by hand, by promtool."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from chart_files import ShownQuery
+from test_alert_rules import promtool
+from test_queries import QUERIES, chosen, is_produced
+
+_JOB = 'namespace="team",job="canary",pod="canary-node-0-0"'
+# A minute apart: 60 writes of half a second each, 12 reads of a quarter, one read in four failed.
+SERIES = {
+    f'tracerl_object_requests_total{{{_JOB},operation="write",result="ok"}}': "0+60x20",
+    f'tracerl_object_requests_total{{{_JOB},operation="write",result="failed"}}': "0+0x20",
+    f'tracerl_object_requests_total{{{_JOB},operation="read",result="ok"}}': "0+9x20",
+    f'tracerl_object_requests_total{{{_JOB},operation="read",result="failed"}}': "0+3x20",
+    f'tracerl_object_request_seconds_total{{{_JOB},operation="write"}}': "0+30x20",
+    f'tracerl_object_request_seconds_total{{{_JOB},operation="read"}}': "0+3x20",
+    f'tracerl_object_uploads_total{{{_JOB},result="ok"}}': "0+6x20",
+    f'tracerl_object_uploads_total{{{_JOB},result="failed"}}': "0+1x20",
+    f"tracerl_object_uploaded_bytes_total{{{_JOB}}}": "0+6000x20",
+    f"tracerl_object_retries_total{{{_JOB}}}": "0+3x20",
+}
+EXPECTED = {
+    "S3 latency A": {'{operation="write"}': 0.5, '{operation="read"}': 0.25},
+    "Requests A": {
+        '{operation="write",result="ok"}': 1,
+        '{operation="write",result="failed"}': 0,
+        '{operation="read",result="ok"}': 0.15,
+        '{operation="read",result="failed"}': 0.05,
+    },
+    "Uploads A": {'{result="ok"}': 30, '{result="failed"}': 5},
+    "Uploads B": {"{}": 15},
+    "tracerl_object_uploaded_bytes_total A": {"{}": 100},
+}
+NOT_SHOWN_BY_A_CANARY = {
+    str(query).partition(": ")[2]: query for query in QUERIES if not is_produced(query.expr)
+}
+
+
+def test_every_such_panel_has_figures() -> None:
+    assert NOT_SHOWN_BY_A_CANARY.keys() == EXPECTED.keys()
+
+
+@pytest.mark.parametrize("query", NOT_SHOWN_BY_A_CANARY.values(), ids=str)
+def test_a_panel_shows_the_figures(query: ShownQuery, tmp_path: Path) -> None:
+    expected = EXPECTED[str(query).partition(": ")[2]]
+    test = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in SERIES.items()],
+        "promql_expr_test": [
+            {
+                "expr": chosen(query.expr).replace("[10s]", "[5m]"),
+                "eval_time": "15m",
+                "exp_samples": [{"labels": labels, "value": value} for labels, value in expected.items()],
+            }
+        ],
+    }
+    path = tmp_path / "test.yaml"
+    path.write_text(yaml.safe_dump({"tests": [test]}))
+    promtool("test", "rules", path)
