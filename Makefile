@@ -6,7 +6,7 @@ UV_VERSION := 0.13.9
 UV := $(shell command -v uv 2>/dev/null || echo .cache/uv/bin/uv)
 PYTHON ?= python3
 RUN := $(UV) run --frozen --no-sync
-EXTRAS := --extra jobs --extra tasks --extra s3 --extra operator
+EXTRAS := --extra jobs --extra tasks --extra s3 --extra operator --extra tensorboard
 export OMP_NUM_THREADS ?= 1
 # The repository's own interpreter choice is requires-python; never download one behind the user's back in CI.
 export UV_PYTHON_PREFERENCE ?= system
@@ -119,13 +119,27 @@ lint: install ## ruff, mypy --strict, import-linter, hadolint
 	$(RUN) hadolint images/Dockerfile
 
 .PHONY: docs
-docs: install ## Write the generated reference pages
+docs: install ## Write the generated reference pages and the pictures
 	$(RUN) python -m tracerl.api.docs
+	$(RUN) python site/figures.py
+
+.PHONY: site
+site: export NO_MKDOCS_2_WARNING = 1
+site: install ## The documentation as a site in .cache/site; a link that leads nowhere fails it
+	@$(UV) sync --frozen --quiet $(EXTRAS) --group docs
+	$(RUN) mkdocs build --quiet --config-file site/mkdocs.yml
+
+.PHONY: test-site
+test-site: install ## The documentation's slow commands, and site and report in a browser; pictures in .cache/site-screens
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { echo "make: chromium with its driver is needed to look at the pages: install them (Debian: apt-get install chromium chromium-driver) and try again"; exit 1; }
+	@$(UV) sync --frozen --quiet $(EXTRAS) --group docs
+	$(RUN) pytest -c tests/site/pytest.ini tests/site
 
 .PHONY: crds
-crds: install ## Write the CustomResourceDefinition, and its copy in the chart
+crds: install ## Write the CustomResourceDefinition, and the chart's copies of it and of the canary
 	$(RUN) python -m tracerl.api.crd
 	cp crds/tracerljobs.yaml charts/tracerl/files/tracerljobs.yaml
+	cp jobs/examples/canary.yaml charts/tracerl/files/canary.yaml
 
 .PHONY: dashboards
 dashboards: install ## Write the chart's dashboards and alerts
@@ -134,7 +148,7 @@ dashboards: install ## Write the chart's dashboards and alerts
 .PHONY: drift
 drift: docs crds dashboards ## Fail when a generated file or the lock file is stale
 	$(UV) lock --check
-	git diff --exit-code -- docs/reference crds charts/tracerl/files || { echo "make: generated files are stale: run 'make docs crds dashboards' and commit them"; exit 1; }
+	git diff --exit-code -- docs/reference docs/figures crds charts/tracerl/files || { echo "make: generated files are stale: run 'make docs crds dashboards' and commit them"; exit 1; }
 
 .PHONY: bench
 bench: install ## Benchmarks that fit a laptop; results in benchmarks/results/

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from tracerl.api.errors import Fault
     from tracerl.api.job import TraceRLJob
+    from tracerl.observe.junit import Outcome
     from tracerl.observe.run import Ending
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2
@@ -101,12 +102,13 @@ def _keep_traceback() -> str:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from tracerl.api.errors import JobError, TraceRLError
+    from tracerl.api.errors import InputError, JobError, TraceRLError
     from tracerl.runtime.display import display_for
     from tracerl.runtime.local import Request, load_local_job, run_directory, run_local
 
     job = load_local_job(options.job, options.set)
     directory = run_directory(job, options.out)
+    _require_place(options.junit)
     request = Request(
         job,
         directory,
@@ -121,12 +123,79 @@ def _run(options: argparse.Namespace) -> int:
         display.close()
         with contextlib.suppress(TraceRLError):
             _report_run(directory, quiet=options.quiet)
+        with contextlib.suppress(InputError):
+            _judge_run(directory, options.junit)
         raise
     finally:
         display.close()
     if ending.state == "Complete":
         _report_run(directory, quiet=options.quiet)
+    _judge_run(directory, options.junit)
     return _end(ending)
+
+
+def _judge_run(directory: Path, place: Path | None) -> None:
+    from tracerl.runtime.results import run_outcome
+
+    if place is not None:
+        _write_junit(run_outcome(directory), place)
+
+
+_STDOUT = Path("-")
+
+
+def _require_place(place: Path | None) -> None:
+    """Refuse a file that cannot be made before anything is run for it."""
+    from tracerl.api.errors import InputError
+
+    if (
+        place is not None
+        and place != _STDOUT
+        and (place.is_dir() or not os.access(place.absolute().parent, os.W_OK))
+    ):
+        raise InputError(f"--junit {place} cannot be written; give a file in a directory that is there, or -")
+
+
+def _write_junit(outcome: Outcome, place: Path) -> None:
+    from tracerl.api.errors import InputError
+    from tracerl.api.resolved import write_atomically
+    from tracerl.observe.junit import junit_xml
+
+    if place == _STDOUT:
+        print(junit_xml(outcome), end="")
+        return
+    try:
+        write_atomically(place, junit_xml(outcome))
+    except OSError as error:
+        raise InputError(f"--junit {place} cannot be written ({error.strerror}); make room there") from None
+
+
+def _canary(options: argparse.Namespace) -> int:
+    from tracerl.api.load import load_job
+    from tracerl.api.manifest import read_manifest
+    from tracerl.api.overrides import apply_overrides
+    from tracerl.observe.junit import expectation_line
+    from tracerl.runtime.canary import Canary, run_canary
+
+    _require_place(options.junit)
+    job = load_job(options.job, options.set)
+    canary = Canary(
+        document=apply_overrides(read_manifest(options.job), options.set),
+        job=job,
+        namespace=options.namespace,
+        timeout_seconds=options.timeout,
+    )
+    # Stdout is for the XML, should it go there.
+    stream = sys.stderr if options.junit == _STDOUT else sys.stdout
+    outcome = run_canary(canary, say=lambda line: print(line, file=stream, flush=True))
+    for one in outcome.expectations:
+        print(f"{'met' if one.met else 'broken':8}{expectation_line(one)}", file=stream, flush=True)
+    if options.junit is not None:
+        _write_junit(outcome, options.junit)
+    if outcome.passed:
+        return DONE
+    _complain(f"{outcome.reason}: {outcome.message}")
+    return FAILED
 
 
 def _resume_command(options: argparse.Namespace, directory: Path) -> str:
@@ -424,6 +493,18 @@ def _add_set(parser: _Parser) -> None:
     )
 
 
+def _add_junit(parser: _Parser) -> None:
+    text = "write how it ended as JUnit XML, a test case for each figure of spec.expect; - is stdout"
+    parser.add_argument("--junit", type=Path, metavar="FILE", help=text)
+
+
+def _duration(text: str) -> int:
+    match = re.fullmatch(r"([1-9][0-9]{0,5})([smh])", text, re.ASCII)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 90s, 15m or 2h")
+    return int(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]]
+
+
 def _number(text: str) -> float:
     try:
         value = float(text)
@@ -471,6 +552,15 @@ def _parser() -> _Parser:
     )
     run.add_argument("--resume", action="store_true", help="continue the run in that directory")
     run.add_argument("--quiet", action="store_true", help="show errors only")
+    _add_junit(run)
+
+    text = "Run a job on a cluster, wait for its end, and fail when it misses what spec.expect asks for."
+    canary = add("canary", _canary, text, job)
+    text = "by default the manifest's, else the pod's own or that of kubectl's context"
+    canary.add_argument("--namespace", "-n", metavar="NAME", help=text)
+    text = "how long to wait, for example 90s, 15m or 2h; 1h by default"
+    canary.add_argument("--timeout", type=_duration, default=3600, metavar="TIME", help=text)
+    _add_junit(canary)
 
     validate = add("validate", _validate, "Check a manifest and say all that is wrong with it.", job)
     validate.add_argument("--format", choices=["text", "json"], default="text", help="text by default")

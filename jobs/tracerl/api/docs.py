@@ -140,10 +140,15 @@ def rules_page() -> str:
     )
 
 
+def _explained(name: str) -> str:
+    """Link to what to do about a condition or a reason."""
+    return f"[`{name}`](../troubleshooting.md#{name.lower()})"
+
+
 def names_page() -> str:
     """Write the tables of conditions and reasons."""
-    conditions = [[f"`{member}`", member.doc] for member in ConditionType]
-    reasons = [[f"`{member}`", member.doc] for member in Reason]
+    conditions = [[_explained(member), member.doc] for member in ConditionType]
+    reasons = [[_explained(member), member.doc] for member in Reason]
     return (
         _GENERATED
         + "# Conditions and reasons\n\n## Conditions\n\n"

@@ -790,6 +790,11 @@ class Observe(Model):
     baseline_every: int = field(
         0, doc="Every n-th step runs without records, for A/B; 0 means none.", ge=0, le=INT32_MAX
     )
+    tensorboard: bool = field(
+        False,
+        doc="Write the trainer's metrics as TensorBoard event files, too, below tensorboard/ of the run.",
+        mutable=Mutability.WHILE_SUSPENDED,
+    )
 
 
 class Expect(Model):
@@ -884,6 +889,15 @@ class Condition(Model):
     observed_generation: int | None = Field(None, description="metadata.generation that it was decided on.")
 
 
+class Expectation(Model):
+    """A figure of spec.expect, as it was judged when all steps were done."""
+
+    name: str = Field(max_length=32, description="Field of spec.expect.")
+    wanted: str = Field(max_length=40, description="The bound, as in <= 0.5.")
+    value: DecimalString | None = Field(None, description="What was measured; absent where nothing was.")
+    met: bool = Field(description="Whether the figure is within the bound.")
+
+
 class Progress(Model):
     """What the trainer reports while it runs, of its last step."""
 
@@ -900,6 +914,9 @@ class Progress(Model):
     step_seconds: DecimalString | None = Field(None, description="Time of the step, in s.")
     overhead_ratio: DecimalString | None = Field(None, description="Share of the step that TRACE costs.")
     record_bytes_per_token: DecimalString | None = Field(None, description="Bytes of records a token.")
+    expectations: list[Expectation] | None = Field(
+        None, max_length=16, description="The figures of spec.expect, when all steps are done."
+    )
     updated_at: str | None = Field(None, description="When the operator wrote this.")
 
 

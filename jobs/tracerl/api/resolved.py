@@ -223,6 +223,11 @@ class RunLayout:
         return self.root / "events.jsonl"
 
     @property
+    def tensorboard(self) -> Path:
+        """TensorBoard's event files, with spec.observe.tensorboard."""
+        return self.root / "tensorboard"
+
+    @property
     def checkpoints(self) -> Path:
         """step-NNNNNN directories."""
         return self.root / "checkpoints"

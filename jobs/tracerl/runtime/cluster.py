@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tracerl.api.constants import Reason
 from tracerl.api.errors import JobError, TraceRLError
@@ -25,14 +25,17 @@ from tracerl.observe.metrics import StepExporter
 from tracerl.observe.run import Ending, parse_line
 from tracerl.observe.runlog import RunLog
 from tracerl.rl.loop import StoppedError
-from tracerl.rl.steprecord import StartRecord, StepRecord
+from tracerl.rl.steprecord import FinishRecord, StartRecord, StepRecord
 from tracerl.runtime.child import EXIT_SIGTERM, at_sigterm, log_to_file
 from tracerl.runtime.display import Lines, show
 from tracerl.runtime.output import Output
-from tracerl.runtime.progress import ApiServer, ProgressReporter, progress_of
-from tracerl.runtime.results import write_results
+from tracerl.runtime.progress import ApiServer, ProgressReporter, judged, progress_of
+from tracerl.runtime.results import event_files, write_results
 from tracerl.runtime.rundir import remove_objects, write_ending
 from tracerl.transport.base import TransportError
+
+if TYPE_CHECKING:
+    from tracerl.observe.tensorboard import EventFiles
 
 STOP_SECONDS = 27.0
 """What a pod that is to go may take, of the 30 s until it is killed."""
@@ -89,9 +92,11 @@ class ClusterLog:
         exporter: StepExporter,
         reporter: ProgressReporter | None,
         output: Output | None,
+        board: EventFiles | None = None,
     ) -> None:
-        self._run_log, self._exporter = run_log, exporter
+        self._run_log, self._exporter, self._board = run_log, exporter, board
         self._reporter, self._output = reporter, output
+        self._last = Progress()
         self._display = Lines(logging.getLogger("tracerl.run").info)
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -103,13 +108,20 @@ class ClusterLog:
         show(line, self._display)
         if isinstance(line, StepRecord):
             self._exporter.observe(line)
+            if self._board is not None:
+                self._board.step(line)
             self._report(progress_of(line))
         elif isinstance(line, StartRecord):
             self._exporter.start(line)
+            if self._board is not None:
+                self._board.started(line.resumed_from)
             if not line.resumed_from:
                 self._report(Progress(steps=line.steps))
+        elif isinstance(line, FinishRecord) and line.step == self._last.step:
+            self._report(judged(self._last, line))
 
     def _report(self, progress: Progress) -> None:
+        self._last = progress
         if self._reporter is not None:
             self._reporter.report(progress)
 
@@ -152,10 +164,11 @@ def lead(resolved: ResolvedJob, name: str, exporter: StepExporter, run_loop: Run
                 f"{os.getuid()} write there, and make room",
             ) from error
         run_log = stack.enter_context(RunLog(resolved.run_dir))
+        board = stack.enter_context(event_files(resolved, exporter))
         reporter = _reporter(resolved, stack)
         failure: Exception | None = None
         try:
-            asyncio.run(run_loop(ClusterLog(run_log, exporter, reporter, output), stopper.wait))
+            asyncio.run(run_loop(ClusterLog(run_log, exporter, reporter, output, board), stopper.wait))
             ending = Ending(state="Complete", reason=Reason.COMPLETED, message="all steps are done")
         except StoppedError as stopped:
             ending = Ending(state="Stopped", reason=Reason.INTERRUPTED, message=str(stopped))

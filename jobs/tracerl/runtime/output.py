@@ -241,7 +241,8 @@ class Output:
             self._seconds = min(self._seconds, _AFTER_FAILURE_SECONDS)
         with self._failures():
             self._copy_logs()
-            files = [path for path in sorted(self._layout.model.rglob("*")) if path.is_file()]
+            copied = (self._layout.model, self._layout.tensorboard)
+            files = [path for place in copied for path in sorted(place.rglob("*")) if path.is_file()]
             for path in (*files, self._layout.report, self._layout.summary, self._layout.result):
                 if path.exists():
                     self._write(str(path.relative_to(self._layout.root)), _content(path))

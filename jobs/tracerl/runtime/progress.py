@@ -20,9 +20,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tracerl.api.job import Progress
+from tracerl.api.job import Expectation, Progress
 from tracerl.api.pods import PROGRESS_KEY
-from tracerl.rl.steprecord import StepRecord
+from tracerl.rl.steprecord import FinishRecord, StepRecord
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where the kubelet mounts the account's token, the API server's CA and the namespace."""
@@ -51,6 +51,15 @@ def progress_of(step: StepRecord) -> Progress:
         record_bytes_per_token=_decimal(step.records.bytes_per_token),
         updated_at=datetime.fromtimestamp(step.time, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     )
+
+
+def judged(last: Progress, finish: FinishRecord) -> Progress:
+    """Add to the report of the last step what became of `spec.expect`."""
+    found = [
+        Expectation(name=one.name, wanted=one.wanted, value=_decimal(one.value), met=one.met)
+        for one in finish.expectations
+    ]
+    return last.model_copy(update={"expectations": found})
 
 
 def _decimal(value: float | None) -> Decimal | None:

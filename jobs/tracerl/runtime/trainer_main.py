@@ -29,26 +29,34 @@ from tracerl.observe.runlog import RunLog
 from tracerl.rl.steprecord import StartRecord, StepRecord
 from tracerl.runtime.child import EXIT_SIGTERM, at_sigterm, run_process
 from tracerl.runtime.interpreters import require_here
+from tracerl.runtime.results import event_files
 
 if TYPE_CHECKING:
     from tracerl.engines.base import TrainerEngine
+    from tracerl.observe.tensorboard import EventFiles
 
 
 class Log:
     """The loop's `Log` on one machine: the run log, and the same step records as metrics."""
 
-    def __init__(self, run_log: RunLog, exporter: StepExporter) -> None:
-        self._exporter = exporter
+    def __init__(self, run_log: RunLog, exporter: StepExporter, board: EventFiles | None = None) -> None:
+        self._exporter, self._board = exporter, board
         self.progress, self.sync = run_log.progress, run_log.sync
         self._write = run_log.write
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write a record, and show what it says to the next scrape."""
         self._write(record)
+        if record["type"] == "start":
+            start = StartRecord.model_validate(record)
+            self._exporter.start(start)
+            if self._board is not None:
+                self._board.started(start.resumed_from)
         if record["type"] == "step":
-            self._exporter.observe(StepRecord.model_validate(record))
-        elif record["type"] == "start":
-            self._exporter.start(StartRecord.model_validate(record))
+            step = StepRecord.model_validate(record)
+            self._exporter.observe(step)
+            if self._board is not None:
+                self._board.step(step)
 
     def saved(self, step: int) -> None:
         """Leave the checkpoint where it is."""
@@ -90,8 +98,8 @@ def _train(resolved: ResolvedJob, name: str, exporter: StepExporter) -> None:
 
         lead(resolved, name, exporter, lambda log, stop: run_loop(resolved, engine, log, asked_to_stop=stop))
     else:
-        with RunLog(resolved.run_dir) as run_log:
-            asyncio.run(run_loop(resolved, engine, Log(run_log, exporter)))
+        with RunLog(resolved.run_dir) as run_log, event_files(resolved, exporter) as board:
+            asyncio.run(run_loop(resolved, engine, Log(run_log, exporter, board)))
 
 
 def _linger(seconds: float) -> None:

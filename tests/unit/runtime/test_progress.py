@@ -13,10 +13,12 @@ from live_processes import wait_until
 
 from tracerl.api.job import Progress
 from tracerl.api.pods import PROGRESS_KEY
+from tracerl.rl.steprecord import Expectation, FinishRecord
 from tracerl.runtime.progress import (
     ApiServer,
     ProgressReporter,
     _decimal,
+    judged,
 )
 
 
@@ -170,3 +172,19 @@ def test_numbers_have_four_digits_and_no_exponent(value, text):
     assert (None if found is None else str(found)) == text
     again = Progress.model_validate_json(Progress(reward=found).model_dump_json(), strict=True)
     assert again.reward == found
+
+
+def test_the_end_says_what_became_of_each_expectation():
+    found = (
+        Expectation(name="maxGapRatio", wanted="<= 0.5", value=0.331449, met=True),
+        Expectation(name="minReward", wanted=">= 0.9", value=None, met=False),
+    )
+    rest = dict.fromkeys(set(FinishRecord.model_fields) - {"type", "expectations"})
+    finish = FinishRecord.model_construct(**rest, expectations=found)
+    said = judged(Progress(step=60, steps=60, policy_version=60), finish)
+    assert said.step == 60
+    # As the operator reads it: a decimal is text.
+    assert json.loads(said.model_dump_json(by_alias=True))["expectations"] == [
+        {"name": "maxGapRatio", "wanted": "<= 0.5", "value": "0.3314", "met": True},
+        {"name": "minReward", "wanted": ">= 0.9", "value": None, "met": False},
+    ]
