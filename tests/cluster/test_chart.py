@@ -23,6 +23,7 @@ from operator_process import eventually
 from small_cluster import APART, NODE, SPEC, TOKEN, merged, nodes
 
 from tracerl.api.job import TraceRLJob
+from tracerl.cli import _parser
 from tracerl_operator.objects import cleaning_pod, job_marks, wanted
 from tracerl_operator.types import Installation
 
@@ -51,6 +52,25 @@ RENDERINGS: dict[str, dict[str, Any]] = {
             "thresholds": {"overheadRatio": 0.03, "jobStuckMinutes": 180},
         },
     },
+    "canary": {"canary": {"enabled": True}},
+    "canary of a team": {
+        "watchNamespaces": [*TEAMS],
+        "canary": {
+            "enabled": True,
+            "schedule": "*/30 * * * *",
+            "timeZone": "Etc/UTC",
+            "namespace": "team-b",
+            "manifest": {
+                "apiVersion": "tracerl.dev/v1alpha1",
+                "kind": "TraceRLJob",
+                "metadata": {"name": "ours"},
+                "spec": {"model": {"uri": "builtin://tiny-moe"}},
+            },
+            "set": ["spec.rollout.image=registry.example/canary:1", "spec.expect.maxGap=0.5"],
+            "timeoutSeconds": 900,
+            "reportClaim": "reports",
+        },
+    },
     "least": {
         "crds": {"install": False},
         "serviceAccount": {"create": False, "name": "mine"},
@@ -73,6 +93,7 @@ RENDERINGS: dict[str, dict[str, Any]] = {
         "networkPolicy": {"enabled": True},
         "podDisruptionBudget": {"enabled": True},
         "serviceAccount": {"name": "other", "annotations": {"example.org/a": "b"}},
+        "canary": {"enabled": True, "namespace": "team-a"},
         "logLevel": "debug",
         "env": [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}],
         "nodeSelector": {"kubernetes.io/os": "linux"},
@@ -195,6 +216,73 @@ def test_definition_is_the_committed_one() -> None:
     assert "annotations" not in dropped["metadata"]
 
 
+def canary_pod(documents: list[dict[str, Any]]) -> dict[str, Any]:
+    """The pod template of the CronJob."""
+    (cron,) = of_kind(documents, "CronJob")
+    template: dict[str, Any] = cron["spec"]["jobTemplate"]["spec"]["template"]
+    return template
+
+
+def test_there_is_no_canary_unless_it_is_asked_for() -> None:
+    documents = render({})
+    assert not of_kind(documents, "CronJob")
+    assert not [one for one in documents if "canary" in one["metadata"]["name"]]
+
+
+def test_a_canary_trains_the_example_and_says_so_in_its_log() -> None:
+    documents = render(RENDERINGS["canary"])
+    (config,) = of_kind(documents, "ConfigMap")
+    example = (CHART.parents[1] / "jobs/examples/canary.yaml").read_text()
+    assert yaml.safe_load(config["data"]["job.yaml"]) == yaml.safe_load(example)
+    (cron,) = of_kind(documents, "CronJob")
+    assert (cron["metadata"]["name"], cron["metadata"]["namespace"]) == ("tracerl-canary", SYSTEM)
+    assert cron["spec"]["schedule"] == "17 3 * * *"
+    assert "timeZone" not in cron["spec"]
+    (container,) = canary_pod(documents)["spec"]["containers"]
+    assert container["image"] == operator(documents)["spec"]["containers"][0]["image"]
+    words = [*container["command"], *container["args"]]
+    assert words[:4] == ["python", "-P", "-m", "tracerl"]
+    options = _parser().parse_args(words[4:])
+    assert (options.namespace, options.timeout, options.junit) == (SYSTEM, 3600, Path("-"))
+    (mount,) = container["volumeMounts"]
+    assert Path(mount["mountPath"], *config["data"]) == options.job
+
+
+def test_a_canary_of_a_team_is_where_the_team_is() -> None:
+    documents = render(RENDERINGS["canary of a team"])
+    found = [one for one in documents if one["metadata"]["name"] == "tracerl-canary"]
+    kinds = ["ConfigMap", "CronJob", "Role", "RoleBinding", "ServiceAccount"]
+    assert sorted(one["kind"] for one in found) == kinds
+    assert {one["metadata"]["namespace"] for one in found} == {"team-b"}
+    (cron,) = of_kind(documents, "CronJob")
+    assert (cron["spec"]["schedule"], cron["spec"]["timeZone"]) == ("*/30 * * * *", "Etc/UTC")
+    # Longer than it waits for the job, so that the verdict is its own.
+    assert cron["spec"]["jobTemplate"]["spec"]["activeDeadlineSeconds"] == 900 + 600
+    pod = canary_pod(documents)["spec"]
+    assert pod["containers"][0]["args"] == [
+        "--namespace=team-b",
+        "--timeout=900s",
+        "--set=spec.rollout.image=registry.example/canary:1",
+        "--set=spec.expect.maxGap=0.5",
+        "--junit=/reports/$(POD_NAME).xml",
+    ]
+    claims = [v["persistentVolumeClaim"] for v in pod["volumes"] if "persistentVolumeClaim" in v]
+    assert claims == [{"claimName": "reports"}]
+    (config,) = [one for one in found if one["kind"] == "ConfigMap"]
+    assert yaml.safe_load(config["data"]["job.yaml"])["metadata"]["name"] == "ours"
+
+
+def test_nothing_that_selects_the_operators_pods_selects_the_canarys() -> None:
+    documents = render(RENDERINGS["everything"])
+    labels = canary_pod(documents)["metadata"]["labels"]
+    selectors = [one["spec"]["selector"] for one in of_kind(documents, "Service")]
+    for kind in ("PodDisruptionBudget", "ServiceMonitor", "Deployment"):
+        selectors += [one["spec"]["selector"]["matchLabels"] for one in of_kind(documents, kind)]
+    selectors += [one["spec"]["podSelector"]["matchLabels"] for one in of_kind(documents, "NetworkPolicy")]
+    assert len(selectors) >= 5
+    assert not [one for one in selectors if one.items() <= labels.items()]
+
+
 def rules(documents: list[dict[str, Any]], kind: str) -> Iterator[dict[str, Any]]:
     for role in of_kind(documents, kind):
         yield from role["rules"]
@@ -278,6 +366,9 @@ WRONG = {
     "imagePullSecrets: [registry]": "at '/imagePullSecrets/0': got string, want object",
     "serviceAccount: {create: false}": "serviceAccount.name is needed where serviceAccount.create is false",
     "resources: {cpu: 1}": "additional properties 'cpu' not allowed",
+    "canary: {schedule: ''}": "at '/canary/schedule'",
+    "canary: {enabled: true}\nwatchNamespaces: [a]": "canary.namespace tracerl-system is not one of",
+    "canary: {set: [spec.seed]}": "'spec.seed' does not match pattern",
     "env: {A: b}": "at '/env': got object, want array",
 }
 
@@ -348,6 +439,12 @@ def test_every_object_is_taken(api: ApiServer, install: Any, name: str) -> None:
     answer = apply(api, documents, "--dry-run=server")
     assert answer.count("(server dry run)") == len(documents)
     install(values)
+    if "canary" in values:
+        (cron,) = of_kind(documents, "CronJob")
+        pod = {"apiVersion": "v1", "kind": "Pod", **canary_pod(documents)}
+        pod["metadata"]["name"] = "canary"
+        where = f"/api/v1/namespaces/{cron['metadata']['namespace']}/pods"
+        api.request("POST", f"{where}?dryRun=All&fieldValidation=Strict", pod)
     pod = operator(documents)
     if "name" in values.get("serviceAccount", {}) and not values["serviceAccount"].get("create", True):
         pod["spec"]["serviceAccountName"] = "default"
@@ -504,10 +601,30 @@ REFUSED = [
     ("patch", "customresourcedefinitions.apiextensions.k8s.io"),
     ("impersonate", "users"),
 ]
+CANARYS = [(verb, "tracerljobs.tracerl.dev") for verb in ("create", "get", "list", "watch", "delete")]
+NOT_CANARYS = [
+    *((verb, "tracerljobs.tracerl.dev") for verb in ("update", "patch", "deletecollection")),
+    *((verb, "tracerljobs/status.tracerl.dev") for verb in ("update", "patch")),
+    *((verb, what) for verb in ("get", "list", "create") for what in ("secrets", "pods", "configmaps")),
+    ("get", "pods/log"),
+    ("create", "pods/exec"),
+    ("create", "serviceaccounts/token"),
+    ("create", "jobs.batch"),
+    ("create", "roles.rbac.authorization.k8s.io"),
+]
 OPTIONAL = {
     "rings": [("create", "pods"), ("delete", "pods")],
     "monitoring": [("create", "podmonitors.monitoring.coreos.com")],
 }
+
+
+def test_rights_of_the_canary(api: ApiServer, install: Any) -> None:
+    install(RENDERINGS["canary"])
+    account = "tracerl-canary"
+    eventually(lambda: may(api, account, "create", CANARYS[0][1], SYSTEM), 60)
+    assert [right for right in CANARYS if not may(api, account, *right, SYSTEM)] == []
+    assert [right for right in NOT_CANARYS if may(api, account, *right, SYSTEM)] == []
+    assert [right for right in CANARYS if may(api, account, *right, TEAMS[0])] == []
 
 
 def test_rights_of_the_default_installation(api: ApiServer, install: Any) -> None:

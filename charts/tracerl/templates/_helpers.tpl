@@ -50,3 +50,22 @@ the repository, and no link.
 {{ regexReplaceAll "@docs:([^@]+)@" $plain "docs/${1}.md" }}
 {{- end -}}
 {{- end -}}
+
+{{/* The canary's objects. Short enough for the 52 characters of a CronJob's name. */}}
+{{- define "tracerl.canary.name" -}}
+{{- $release := .Release.Name | trunc 36 | trimSuffix "-" -}}
+{{- if contains "tracerl" $release }}{{ $release }}-canary{{ else }}{{ $release }}-tracerl-canary{{ end -}}
+{{- end -}}
+
+{{- define "tracerl.canary.namespace" -}}
+{{ .Values.canary.namespace | default .Release.Namespace }}
+{{- end -}}
+
+{{/* Not the operator's: services, policies and budgets select its pods by name. */}}
+{{- define "tracerl.canary.labels" -}}
+app.kubernetes.io/name: tracerl-canary
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+app.kubernetes.io/part-of: tracerl
+{{- end -}}

@@ -30,6 +30,11 @@ def test_definition_is_that_of_the_models() -> None:
     assert copy == (ROOT / "crds/tracerljobs.yaml").read_text(), "run make crds"
 
 
+def test_the_canary_is_that_of_the_examples() -> None:
+    copy = (CHART / "files/canary.yaml").read_text()
+    assert copy == (ROOT / "jobs/examples/canary.yaml").read_text(), "run make crds"
+
+
 def test_version_is_that_of_the_package() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
@@ -52,8 +57,9 @@ def properties(schema: dict[str, Any], path: str = "") -> Iterator[str]:
 def test_schema_has_the_values_and_no_others() -> None:
     known = set(properties(json.loads((CHART / "values.schema.json").read_text())))
     # These hold what a pod has, of which values.yaml sets a part.
-    pod = {"resources.requests", "resources.limits", "resources.claims"}
-    ours = {path for path, _ in leaves(VALUES) if not path.startswith("resources.")}
+    pods = ("resources", "canary.resources")
+    pod = {f"{whose}.{part}" for whose in pods for part in ("requests", "limits", "claims")}
+    ours = {path for path, _ in leaves(VALUES) if not path.startswith(tuple(f"{whose}." for whose in pods))}
     assert known == ours | pod | {"global"}
 
 
