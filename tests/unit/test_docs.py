@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tracerl.api.job import KIND
+from tracerl.api.constants import ConditionType, Reason
+from tracerl.api.job import KIND, Expect
 from tracerl.api.load import check
 from tracerl.cli import _parser
+from tracerl.observe.junit import Outcome, junit_xml
+from tracerl.rl.steprecord import Expectation
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md")])
-_LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+# Pictures are links, too.
+_LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 _BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 
@@ -126,3 +132,84 @@ def test_commands_exist(page: Path) -> None:
 def test_the_commands_of_a_page_are_found() -> None:
     found = [words[0] for words in commands(DOCS / "how-to/run-locally.md")]
     assert found == ["doctor", "validate", "run", "run", "run", "compare", "run", "run", "records", "records"]
+
+
+@pytest.mark.parametrize("name", [*ConditionType, *Reason])
+def test_every_condition_and_reason_is_explained_under_its_name(name: str) -> None:
+    text = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    (said,) = re.findall(rf"^### {name}\n\n(.+?)\n\n", text, re.MULTILINE | re.DOTALL)
+    assert len(said.split()) > 4
+    assert name.lower() in anchors(DOCS / "troubleshooting.md")
+
+
+def test_nothing_is_explained_that_is_no_reason() -> None:
+    text = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^### (.+)$", text.partition("## By condition")[2], re.MULTILINE)
+    assert headings == [*ConditionType, *Reason]
+
+
+def test_the_reference_leads_to_what_to_do() -> None:
+    found = {
+        fragment
+        for target, fragment in links(DOCS / "reference/names.md")
+        if target.stem == "troubleshooting"
+    }
+    assert found == {name.lower() for name in (*ConditionType, *Reason)}
+
+
+def test_how_the_command_line_is_written_down() -> None:
+    """Each command has its options in the page's list, and a heading."""
+    text = (DOCS / "reference/cli.md").read_text(encoding="utf-8")
+    usage = re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[0]
+    (commands,) = (action for action in _parser()._actions if action.dest == "==SUPPRESS==")
+    for name, parser in commands.choices.items():  # type: ignore[union-attr]
+        assert f"## tracerl {name}" in text, name
+        lines = re.findall(rf"^tracerl {name}\b.*(?:\n .*)*", usage, re.MULTILINE)
+        options = {
+            option for action in parser._actions for option in action.option_strings if option[:2] == "--"
+        }
+        written = set(re.findall(r"--[a-z-]+", " ".join(lines)))
+        assert written >= options - {"--help", "--debug"} or name in ("records", "bench"), name
+
+
+ACTIONS = ROOT / "jobs/examples/github-actions"
+
+
+def test_the_workflow_is_one_of_github_actions() -> None:
+    """By the schema that check-jsonschema brings along; nothing is fetched."""
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows"]
+    done = subprocess.run(
+        [*command, str(ACTIONS / "canary.yaml")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_workflow_runs_commands_that_exist() -> None:
+    steps = yaml.safe_load((ACTIONS / "canary.yaml").read_text())["jobs"]["canary"]["steps"]
+    commands = [shlex.split(step["run"]) for step in steps if "run" in step]
+    makes = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert [words[1] for words in commands if words[0] == "make"] == ["install"]
+    assert "install" in makes
+    (words,) = (words for words in commands if words[0].endswith("tracerl"))
+    options = _parser().parse_args(words[1:])
+    assert (ROOT / options.job).exists()
+    assert str(options.junit) == "junit.xml"
+
+
+def test_the_summary_of_a_workflow(tmp_path: Path) -> None:
+    lost = Outcome(
+        job="canary",
+        complete=False,
+        reason="ExpectationBroken",
+        message="missed",
+        expect=Expect.model_validate({"maxGapRatio": "0.5", "maxMissingRows": 0}),
+        expectations=(Expectation(name="maxGapRatio", wanted="<= 0.5", value=0.61, met=False),),
+    )
+    (tmp_path / "junit.xml").write_text(junit_xml(lost))
+    command = [sys.executable, str(ACTIONS / "summary.py"), str(tmp_path / "junit.xml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[2:] == [
+        "| job | passed |  |",
+        "| maxGapRatio | failed | maxGapRatio 0.61, wanted <= 0.5 |",
+        "| maxMissingRows | skipped | not judged: the job ended before its last step |",
+    ]

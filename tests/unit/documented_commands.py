@@ -1,0 +1,75 @@
+"""Commands of the documentation that tests run: those in a block below `<!-- runnable -->`.
+
+`<!-- runnable: slow -->` is for what takes more than some seconds; tests/site runs those.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+_MARKED = re.compile(
+    r"^ *<!-- runnable(?P<slow>: slow)? -->\n(?P<indent> *)```(?P<language>console|bash)\n"
+    r"(?P<text>.*?)^(?P=indent)```$",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One marked block of a page."""
+
+    page: Path
+    number: int
+    script: str
+    slow: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.page.relative_to(ROOT)}-{self.number}"
+
+
+def marked(page: Path) -> list[Block]:
+    """The blocks that a page marks; of console blocks the lines with a prompt, and what continues them."""
+    found = []
+    for number, match in enumerate(_MARKED.finditer(page.read_text(encoding="utf-8"))):
+        lines = [line.removeprefix(match["indent"]) for line in match["text"].splitlines()]
+        if match["language"] == "console":
+            typed, goes_on = [], False
+            for line in lines:
+                if goes_on or line.startswith("$ "):
+                    typed.append(line.removeprefix("$ "))
+                    goes_on = line.endswith("\\")
+            lines = typed
+        assert lines, f"{page} marks a block without a command"
+        found.append(Block(page, number, "\n".join(lines), match["slow"] is not None))
+    return found
+
+
+def all_marked(*, slow: bool) -> list[Block]:
+    """Those of README and docs/."""
+    pages = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"])
+    return [block for page in pages for block in marked(page) if block.slow is slow]
+
+
+def run_block(block: Block, where: Path) -> str:
+    """Run a block as a user does who stands in the repository; what it printed."""
+    for name in ("jobs", "charts"):
+        (where / name).symlink_to(ROOT / name)
+    environment = {**os.environ, "TRACERL_CACHE": str(where / "cache")}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    done = subprocess.run(
+        ["bash", "-eo", "pipefail", "-c", block.script],
+        cwd=where,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{block.name} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+    return done.stdout
