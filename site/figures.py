@@ -1,0 +1,294 @@
+"""`python site/figures.py [DIRECTORY]`: draws the pictures of the documentation as SVG, for light and dark.
+
+A picture is boxes at given places with arrows between them; nothing is laid out by itself. They are images
+with a style of their own, so that GitHub and the site show the same.
+"""
+
+# Lines of SVG and CSS are as long as they are.
+# ruff: noqa: E501
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+
+_STYLE = """
+  .box { fill: #fff; stroke: #5b6b7c } .group { fill: #eef2f6; stroke: #c3ccd6 } .store { fill: #e6f3ee; stroke: #2d8a63 }
+  .key { fill: #e5effb; stroke: #1264c4 } .line { stroke: #5b6b7c; fill: none } .head { fill: #5b6b7c }
+  .ink { fill: #16202c } .soft { fill: #56616e } .halo { stroke: #fff } .guided { fill: #1264c4 } .rtn { fill: #cf5a10 }
+  .guided-line { stroke: #1264c4 } .rtn-line { stroke: #cf5a10 }
+  @media (prefers-color-scheme: dark) {
+    .box { fill: #1b232d; stroke: #8494a6 } .group { fill: #232d38; stroke: #4a5867 } .store { fill: #17352a; stroke: #5fc692 }
+    .key { fill: #17304d; stroke: #63a8f7 } .line { stroke: #93a1b1 } .head { fill: #93a1b1 }
+    .ink { fill: #e7ecf2 } .soft { fill: #a9b5c2 } .halo { stroke: #1e2129 } .guided { fill: #63a8f7 } .rtn { fill: #f39a57 }
+    .guided-line { stroke: #63a8f7 } .rtn-line { stroke: #f39a57 }
+  }
+  text { font: 13px system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; text-anchor: middle }
+  .small { font-size: 12px } .halo { paint-order: stroke; stroke-width: 5px; stroke-linejoin: round } .left { text-anchor: start }
+"""
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle with lines of text: left, top, width and height. `kind` is box, group, store or key."""
+
+    at: tuple[int, int, int, int]
+    text: str
+    kind: str = "box"
+
+    @property
+    def centre(self) -> tuple[float, float]:
+        """The middle."""
+        left, top, width, height = self.at
+        return left + width / 2, top + height / 2
+
+    def svg(self) -> str:
+        """The rectangle; a group has its text at the top."""
+        left, top, width, height = self.at
+        lines = self.text.split("\n")
+        x, y = self.centre
+        first = top + 18 if self.kind == "group" else y - (len(lines) - 1) * 8.5 + 4.5
+        parts = [
+            f'<rect class="{self.kind}" x="{left}" y="{top}" width="{width}" height="{height}" rx="7"/>',
+            *(
+                f'<text class="{"ink" if not number else "soft small"}" x="{x:g}" y="{first + 17 * number:g}">'
+                f"{escape(line)}</text>"
+                for number, line in enumerate(lines)
+            ),
+        ]
+        return "\n".join(parts)
+
+    def border(self, towards: tuple[float, float]) -> tuple[float, float]:
+        """Where a line from the middle towards a point leaves the rectangle."""
+        (x, y), (_, _, width, height) = self.centre, self.at
+        dx, dy = towards[0] - x, towards[1] - y
+        scale = min((width / 2) / abs(dx) if dx else 9e9, (height / 2) / abs(dy) if dy else 9e9)
+        return x + dx * scale, y + dy * scale
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """From a box to another, by their names, with a word above it.
+
+    `shift` moves it sideways, so that two between the same boxes do not meet; `along` is where the word is.
+    """
+
+    start: str
+    end: str
+    word: str = ""
+    shift: tuple[int, int] = (0, 0)
+    along: float = 0.5
+    dashed: bool = False
+
+    def svg(self, boxes: dict[str, Box]) -> str:
+        """The line with its head, and the word over it."""
+        here, there = boxes[self.start], boxes[self.end]
+        dx, dy = self.shift
+        (x1, y1), (x2, y2) = here.border(there.centre), there.border(here.centre)
+        x1, y1, x2, y2 = x1 + dx, y1 + dy, x2 + dx, y2 + dy
+        dash = ' stroke-dasharray="5 4"' if self.dashed else ""
+        parts = [
+            f'<path class="line" d="M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}" marker-end="url(#head)"{dash}/>'
+        ]
+        for number, line in enumerate(self.word.split("\n") if self.word else []):
+            x, y = x1 + (x2 - x1) * self.along, y1 + (y2 - y1) * self.along + 4 + 15 * number
+            parts.append(f'<text class="soft small halo" x="{x:.1f}" y="{y:.1f}">{escape(line)}</text>')
+        return "\n".join(parts)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A picture: its size, what it shows in words, boxes from back to front, arrows, and SVG as it stands."""
+
+    size: tuple[int, int]
+    title: str
+    boxes: dict[str, Box]
+    arrows: tuple[Arrow, ...] = ()
+    more: tuple[str, ...] = field(default=())
+
+    def svg(self) -> str:
+        """The file."""
+        width, height = self.size
+        return "\n".join(
+            [
+                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+                f'height="{height}" role="img">',
+                f"<title>{escape(self.title)}</title>",
+                f"<style>{_STYLE}</style>",
+                '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
+                'orient="auto-start-reverse"><path class="head" d="M0 0L8 4L0 8z"/></marker></defs>',
+                *(box.svg() for box in self.boxes.values()),
+                *(arrow.svg(self.boxes) for arrow in self.arrows),
+                *self.more,
+                "</svg>\n",
+            ]
+        )
+
+
+def _rounding() -> Figure:
+    """The magnitudes of FP4 on a line, and a value that lies on both sides of a midpoint."""
+    grid = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+
+    def x(value: float) -> float:
+        return 40 + value * 118
+
+    middle = 190
+    parts = [f'<path class="line" d="M{x(0)} {middle}H{x(6) + 12}" stroke-width="1.5"/>']
+    for code, value in enumerate(grid):
+        parts += [
+            f'<path class="line" d="M{x(value):g} {middle - 8}V{middle + 8}" stroke-width="1.5"/>',
+            f'<text class="ink" x="{x(value):g}" y="{middle + 26}">{value:g}</text>',
+            f'<text class="soft small" x="{x(value):g}" y="{middle + 44}">…{code & 1}</text>',
+        ]
+    parts.append(
+        f'<text class="soft small left" x="{x(0)}" y="{middle + 66}">below each magnitude: the low bit of its code,'
+        " which is what the record keeps</text>"
+    )
+    half = x(2.5)
+    parts += [
+        f'<path class="line" d="M{half} {middle - 84}V{middle + 8}" stroke-dasharray="4 4"/>',
+        f'<text class="soft small halo" x="{half}" y="{middle - 92}">midpoint 2.5</text>',
+    ]
+    rollout, trainer = 2.42, 2.58  # further apart than the page has them, so that they can be seen
+    parts += [
+        f'<circle class="guided" cx="{x(rollout):.1f}" cy="{middle}" r="5.5"/>',
+        f'<path class="guided-line" d="M{x(rollout):.1f} {middle - 7}V{middle - 126}" fill="none"/>',
+        f'<text class="guided" x="{x(rollout) - 96:.1f}" y="{middle - 132}">rollout: 2.49, rounds to 2, bit 0</text>',
+        f'<circle class="rtn" cx="{x(trainer):.1f}" cy="{middle}" r="5.5"/>',
+        f'<path class="rtn-line" d="M{x(trainer):.1f} {middle - 7}V{middle - 126}" fill="none"/>',
+        f'<text class="rtn left" x="{x(trainer) - 4:.1f}" y="{middle - 132}">trainer: 2.51, of the same token</text>',
+    ]
+    arrow = 'fill="none" stroke-width="2" marker-end="url(#head)"'
+    parts += [
+        f'<path class="rtn-line" d="M{x(trainer) + 6:.1f} {middle - 14}Q{x(2.8):.1f} {middle - 36} {x(3) - 3:.1f} {middle - 11}" '
+        f"{arrow}/>",
+        f'<text class="rtn left" x="{x(2.86):.1f}" y="{middle - 36}">to nearest: 3</text>',
+        f'<path class="guided-line" d="M{x(trainer) - 6:.1f} {middle - 14}Q{x(2.3):.1f} {middle - 52} {x(2) + 3:.1f} '
+        f'{middle - 11}" {arrow}/>',
+        f'<text class="guided" x="{x(1.32):.1f}" y="{middle - 44}">guided by the bit 0: 2, as the rollout</text>',
+    ]
+    return Figure(
+        (790, 270), "One value, rounded by rollout and trainer, to nearest and guided", {}, (), tuple(parts)
+    )
+
+
+FIGURES = {
+    "how-it-works": Figure(
+        (860, 250),
+        "Rollout and trainer, and what travels between them",
+        {
+            "rollout": Box((10, 12, 330, 222), "rollout (FP4)", "group"),
+            "trainer": Box((520, 12, 330, 222), "trainer (BF16, FP4 emulated)", "group"),
+            "generate": Box((30, 46, 290, 60), "generate\nexperts' input, K and V in NVFP4"),
+            "capture": Box((30, 152, 290, 60), "capture\nlow code bits and low scale bits", "key"),
+            "loss": Box((540, 46, 290, 60), "GRPO\nimportance ratio from the right forward"),
+            "pair": Box((540, 152, 290, 60), "guided rounding\npaired by (trajectory, token, site)", "key"),
+        },
+        (
+            Arrow("generate", "capture"),
+            Arrow("capture", "pair", "frames: checked, versioned"),
+            Arrow("generate", "loss", "tokens, log-probs, handles", (0, -12)),
+            Arrow("loss", "generate", "weights of version n + 1", (0, 14)),
+            Arrow("pair", "loss"),
+        ),
+    ),
+    "architecture": Figure(
+        (860, 420),
+        "Processes of a run and what goes between them",
+        {
+            "rollout": Box((10, 96, 260, 312), "rollout process", "group"),
+            "trainer": Box((590, 96, 260, 312), "trainer process", "group"),
+            "cli": Box((330, 10, 200, 50), "tracerl run\nstarts, watches, shows", "key"),
+            "server": Box((30, 126, 220, 50), "HTTP server\nSGLang's API"),
+            "engine": Box((30, 198, 220, 50), "engine\nFP4 forward, KV cache"),
+            "capture": Box((30, 270, 220, 50), "capture\nlow bits of codes and scales"),
+            "writer": Box((30, 342, 220, 50), "writer thread\nframes"),
+            "loop": Box((610, 126, 220, 50), "loop\ngroups, staleness, steps"),
+            "learner": Box((610, 250, 220, 64), "learner\nguided forward, ratio, update"),
+            "store": Box((330, 342, 200, 54), "record store process\na ring in shared memory", "store"),
+            "log": Box((610, 10, 240, 50), "run directory\nlogs, checkpoints, report", "store"),
+        },
+        (
+            Arrow("server", "engine"),
+            Arrow("engine", "capture"),
+            Arrow("capture", "writer"),
+            Arrow("loop", "learner"),
+            Arrow("loop", "server", "prompts", (0, -10)),
+            Arrow("server", "loop", "tokens, log-probs, versions, handles", (0, 12)),
+            Arrow("writer", "store", "put"),
+            Arrow("store", "learner", "borrow, then release"),
+            Arrow("learner", "server", "weights of v + 1", (0, 16), 0.45),
+            Arrow("loop", "log"),
+            Arrow("log", "cli", dashed=True),
+            Arrow("cli", "rollout", dashed=True),
+            Arrow("cli", "trainer", dashed=True),
+        ),
+    ),
+    "transport": Figure(
+        (860, 330),
+        "How a frame gets from a rollout to trainers of its node and of another one",
+        {
+            "a": Box((10, 10, 560, 240), "node A", "group"),
+            "b": Box((640, 10, 210, 240), "node B", "group"),
+            "engine": Box((30, 50, 150, 54), "rollout-0\nwriter thread"),
+            "ring": Box((260, 50, 195, 54), "ring\nsegments in shared memory", "store"),
+            "trainer": Box((430, 140, 120, 50), "trainer\nrank 0"),
+            "store": Box((240, 140, 150, 50), "store-0", "key"),
+            "spill": Box((30, 184, 150, 50), "spillPath\nlocal disk", "store"),
+            "other": Box((665, 100, 160, 54), "trainer\nrank 1"),
+            "object": Box((240, 272, 330, 48), "object store", "store"),
+        },
+        (
+            Arrow("engine", "ring", "copy, hash"),
+            Arrow("engine", "store", "lease, commit", dashed=True),
+            Arrow("ring", "store"),
+            Arrow("store", "spill"),
+            Arrow("trainer", "store", "pin", dashed=True),
+            Arrow("ring", "trainer", "read in place"),
+            Arrow("store", "object"),
+            Arrow("object", "other"),
+            Arrow("ring", "other", "ranged reads over HTTP, by the store", (0, -6), 0.62),
+        ),
+    ),
+    "operator": Figure(
+        (860, 300),
+        "The operator: a shell that talks to the cluster around a core that decides",
+        {
+            "shell": Box((180, 10, 420, 280), "shell: tracerl_operator.shell", "group"),
+            "core": Box((660, 10, 190, 280), "core: no client", "group"),
+            "api": Box((10, 120, 110, 60), "API server", "store"),
+            "kopf": Box((210, 44, 150, 54), "kopf\nwatches, in a thread"),
+            "cache": Box((430, 44, 140, 54), "cache"),
+            "queue": Box((210, 128, 150, 54), "queue of jobs"),
+            "worker": Box((430, 170, 140, 54), "8 workers"),
+            "lease": Box((210, 226, 150, 50), "Lease\nlets the queue out"),
+            "reconcile": Box((675, 120, 160, 60), "reconcile\n(job, observed, now)", "key"),
+        },
+        (
+            Arrow("api", "kopf", "watch, list", along=0.34),
+            Arrow("kopf", "cache"),
+            Arrow("kopf", "queue"),
+            Arrow("lease", "queue"),
+            Arrow("queue", "worker"),
+            Arrow("cache", "worker"),
+            Arrow("worker", "reconcile", shift=(0, -6)),
+            Arrow("reconcile", "worker", shift=(0, 8)),
+            Arrow("worker", "api", "apply, delete, status", (0, 28), 0.86),
+        ),
+    ),
+    "rounding": _rounding(),
+}
+
+
+def main() -> None:
+    """Write all pictures into the directory given, docs/figures by default."""
+    directory = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/figures")
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, figure in FIGURES.items():
+        (directory / f"{name}.svg").write_text(figure.svg(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
