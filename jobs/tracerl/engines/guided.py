@@ -41,8 +41,23 @@ class _Audit:
     rows: Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """What the rollout recorded of values [n, width] of a site."""
+
+    guide: Guide | None = None
+    """Of all n rows; None: they follow no record."""
+    audited: Tensor | None = None
+    """int64 [A]: rows whose whole codes are known; None: nothing is compared."""
+    whole: Guide | None = None
+    """Whole codes and scales of these."""
+
+
 class MicroBatch:
-    """A batch of trajectories as one stream of rows, trajectory by trajectory, with its records."""
+    """A batch of trajectories as one stream of rows, trajectory by trajectory, with its records.
+
+    It may hold none, on a rank that only takes part in what others compute.
+    """
 
     def __init__(
         self,
@@ -52,10 +67,10 @@ class MicroBatch:
         device: torch.device | str,
     ) -> None:
         batch = len(trajectories)
-        tokens_B = torch.tensor([len(t.tokens) for t in trajectories])
-        prompt_B = torch.tensor([t.prompt_tokens for t in trajectories])
+        tokens_B = torch.tensor([len(t.tokens) for t in trajectories], dtype=torch.int64)
+        prompt_B = torch.tensor([t.prompt_tokens for t in trajectories], dtype=torch.int64)
         response_B, end_B = tokens_B - prompt_B, tokens_B.cumsum(0)
-        every = torch.cat([t.tokens for t in trajectories])
+        every = torch.cat([tokens_B[:0], *(t.tokens for t in trajectories)])
         # The last token of a trajectory predicts nothing that was sampled, so it is not taken in.
         taken = torch.ones_like(every, dtype=torch.bool)
         taken[end_B - 1] = False
@@ -64,7 +79,7 @@ class MicroBatch:
         self.records = RecordStream(table, [t.records for t in trajectories], self.lengths, device)
         self.audit = self._audit(trajectories, audit_table, device)
 
-        self.size = (batch, int(response_B.max()))
+        self.size = (batch, max(response_B.tolist(), default=0))
         trajectory_M = torch.arange(batch).repeat_interleave(response_B)
         step_M = torch.arange(len(trajectory_M)) - (response_B.cumsum(0) - response_B)[trajectory_M]
         target_M = (end_B - response_B)[trajectory_M] + step_M
@@ -135,6 +150,11 @@ class Treatments:
             for layer in layers
         )
 
+    @property
+    def audits(self) -> bool:
+        """Whether whole codes are known of any trajectory."""
+        return self._batch.audit is not None
+
     def routes(self, layer: int, live: Callable[[], Tensor], rows: Tensor | None = None) -> Tensor:
         """Recorded experts (R3) int64 [rows, top_k] where there is a record, those of `live` elsewhere."""
         site = self._batch.records.table.find(layer, SiteKind.ROUTES)
@@ -157,16 +177,33 @@ class Treatments:
 
         Raises `NonFiniteError` naming the site.
         """
-        treatment = self._plan.site(layer, kind).trainer
+        return self.apply(layer, kind, x, self.recorded(layer, kind, rows))
+
+    def recorded(self, layer: int, kind: SiteKind, rows: Tensor | None = None) -> Recorded:
+        """What `apply` needs to know of rows of the batch's stream at a site."""
+        guide: Guide | None = None
+        if self._plan.site(layer, kind).trainer is Treatment.GUIDED and self._guided:
+            guide = self._guide(layer, kind, rows)
+        audit = self._batch.audit
+        site = None if audit is None else audit.stream.table.find(layer, kind)
+        if audit is None or site is None or self._repeating or self._guided is not self._plan.guided:
+            return Recorded(guide)
+        whole = audit.stream.guide(site)
+        assert whole.present is not None
+        known, mine = whole.present, audit.rows
+        if rows is not None:
+            mine, held = _places_of(mine, rows)
+            known = known & held
+        return Recorded(guide, mine[known], rows_of(whole, known))
+
+    def apply(self, layer: int, kind: SiteKind, x: Tensor, recorded: Recorded) -> Tensor:
+        """`treat` with records that are at hand, of values [n, width] or of equal parts of them."""
+        treatment, guide = self._plan.site(layer, kind).trainer, recorded.guide
         name = f"layer {layer} {kind}"
         if self._check and not bool(x.isfinite().all()):
             raise NonFiniteError(name)
-        guide: Guide | None = None
-        if treatment is Treatment.GUIDED and self._guided:
-            guide = self._guide(layer, kind, rows)
-        counts = self._batch.audit is not None and self._guided is self._plan.guided
-        if counts and not self._repeating:
-            self._count(layer, kind, x.detach(), guide, rows)
+        if recorded.audited is not None and len(recorded.audited):
+            self._count(layer, kind, x.detach(), recorded)
         if treatment is Treatment.UNQUANTIZED:
             return x
         if guide is None:
@@ -183,39 +220,29 @@ class Treatments:
         assert site is not None, "the plan guides recorded sites only"
         guide = records.guide(site, self._follow)
         if rows is not None:
-            guide = _rows_of(guide, rows)
+            guide = rows_of(guide, rows)
         assert guide.present is not None
         self._stats.guided_rows += len(guide.present)
         self._stats.guided_missing += len(guide.present) - int(guide.present.sum())
         self._stats.unpack_seconds += time.perf_counter() - started
         return guide
 
-    def _count(self, layer: int, kind: SiteKind, x: Tensor, guide: Guide | None, rows: Tensor | None) -> None:
+    def _count(self, layer: int, kind: SiteKind, x: Tensor, recorded: Recorded) -> None:
         """Compare codes of the audited rows with the rollout's."""
-        audit = self._batch.audit
-        assert audit is not None
-        site = audit.stream.table.find(layer, kind)
-        if site is None:
-            return
-        whole = audit.stream.guide(site)
-        assert whole.present is not None
-        known, mine = whole.present, audit.rows
-        if rows is not None:
-            mine, held = _places_of(mine, rows)
-            known = known & held
-        mine = mine[known]
-        rollout = Quantized(
-            unpack_bits(whole.codes[known], 4, site.dim), whole.scales[known], TensorScale.one(), self._format
-        )
+        mine, whole, guide = recorded.audited, recorded.whole, recorded.guide
+        assert mine is not None
+        assert whole is not None
+        name = f"layer {layer} {kind}"
         x = x[mine]
-        own = quantize(x, self._format, order=self._order, site=site.name)
+        rollout = Quantized(
+            unpack_bits(whole.codes, 4, x.shape[1]), whole.scales, TensorScale.one(), self._format
+        )
+        own = quantize(x, self._format, order=self._order, site=name)
         used = own
         counts = self._stats.sites.setdefault((layer, kind.value), SiteCounts())
         if guide is not None:
-            part = _rows_of(guide, mine)
-            used = guided_quantize(
-                x, part, self._format, order=self._order, band=self._plan.band, site=site.name
-            )
+            part = rows_of(guide, mine)
+            used = guided_quantize(x, part, self._format, order=self._order, band=self._plan.band, site=name)
             rebuilt = torch.ones_like(used.scales, dtype=torch.bool)
             if part.present is not None:
                 rebuilt &= part.present[:, None]
@@ -233,7 +260,7 @@ class Treatments:
         counts.guided_adjacent += found.adjacent
 
 
-def _rows_of(guide: Guide, rows: Tensor) -> Guide:
+def rows_of(guide: Guide, rows: Tensor) -> Guide:
     """Give the guide of some rows of a tensor [N, K]."""
     scale = guide.tensor_scale
     return replace(

@@ -39,7 +39,7 @@ class RecordStream:
 
         def joined(of: Callable[[TrajectoryRecords], Tensor], absent: Callable[[int], Tensor]) -> Tensor:
             parts = (absent(n) if r is None else of(r) for r, n in zip(usable, lengths, strict=True))
-            return torch.cat(list(parts)).to(device)
+            return torch.cat([absent(0), *parts]).to(device)
 
         self.rows: Tensor = joined(
             lambda r: r.rows, lambda n: torch.zeros((n, table.row_bytes), dtype=torch.uint8)
