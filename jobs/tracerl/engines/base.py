@@ -122,6 +122,9 @@ class TrainerEngine(Protocol):
     """A trainer of one policy. Versions count optimiser steps of the loop; the engine never changes them."""
 
     shape: ModelShape
+    sharded: bool
+    """Whether ranks hold parts of one model. All of them then take part in every pass, without trajectories
+    too; `export` and `state` give what no rank before holds, and `load_state` takes the whole."""
 
     def forward(self, batch: Batch, *, guided: bool, temperature: float, version: int) -> Tensor:
         """Log-probs float32 [B, R] of the response tokens, without gradient; 0 beyond a trajectory's end.

@@ -5,6 +5,9 @@ ranks; the others run `follow`. A rank gets the entries of its trajectories and 
 Losses stay on rank 0: a rank sends its log-probs and gets their gradient back, so a loss may be any function
 of the whole micro-batch. Engines sum gradients over ranks in `update`.
 
+Ranks of a sharded engine compute every pass together and wait for each other in each layer of it. So they
+begin when all have their records, and rank 0 asks each for what it holds of weights and state.
+
 Messages are a JSON object and tensors as raw bytes, over the default process group (gloo).
 """
 
@@ -51,7 +54,9 @@ _HERE = "tracerl/here/"
 """Keys of the ranks that have come."""
 # Others wait for rank 0 while it generates. One that is gone is noticed at once, by its closed connection.
 _PATIENCE = timedelta(days=1)
-_ANSWERED = ("forward", "accumulate", "stats")
+_ANSWERED = ("forward", "accumulate", "stats", "share")
+_SHARE_BYTES = 32 * 2**20
+"""About how much of its weights or state a rank sends at once."""
 Message = tuple[dict[str, Any], list[Tensor]]
 
 
@@ -184,6 +189,7 @@ class LeadingEngine:
         self._nodes, self._homes = nodes, homes or {}
         self._others = range(1, len(nodes))
         self.shape = engine.shape
+        self.sharded = False  # to its callers it is the whole model
         self._tell("start", run_id=run_id)
 
     def _tell(self, op: str, **values: Any) -> None:
@@ -223,7 +229,14 @@ class LeadingEngine:
         for rank in self._others:
             message, tensors = _pack([batch.trajectories[index] for index in hands[rank]])
             _send(rank, {"op": op, **message, **values}, tensors)
-        return hands, Batch(self._loader.load([batch.trajectories[index] for index in hands[_LEADER]]))
+        own = Batch(self._loader.load([batch.trajectories[index] for index in hands[_LEADER]]))
+        if self._engine.sharded:
+            # One that failed would not come into the pass, where the others would wait for it.
+            for rank in self._others:
+                _answer(rank)
+            for rank in self._others:
+                _send(rank, {})
+        return hands, own
 
     def _gather(self, batch: Batch, hands: Sequence[Sequence[int]], own: Tensor) -> Tensor:
         """Put this rank's log-probs and the others' together, in the order of the batch."""
@@ -237,7 +250,10 @@ class LeadingEngine:
         """Log-probs (`TrainerEngine.forward`)."""
         how: dict[str, Any] = {"guided": guided, "temperature": temperature, "version": version}
         hands, own = self._start("forward", batch, **how)
-        logp = self._engine.forward(own, **how) if own.trajectories else torch.zeros(0, 0)
+        logp = torch.zeros(0, 0)
+        if own.trajectories or self._engine.sharded:
+            with _together(self._engine):
+                logp = self._engine.forward(own, **how)
         return self._gather(batch, hands, logp)
 
     def accumulate(
@@ -256,8 +272,9 @@ class LeadingEngine:
                 _send(rank, {}, [gradient[hands[rank]]])
             return _with_gradient(logp, gradient[hands[_LEADER]])
 
-        if own.trajectories:
-            self._engine.accumulate(own, own_loss, **how)
+        if own.trajectories or self._engine.sharded:
+            with _together(self._engine):
+                self._engine.accumulate(own, own_loss, **how)
         else:
             own_loss(torch.zeros(0, 0))
         for rank in self._others:
@@ -290,12 +307,25 @@ class LeadingEngine:
         self._engine.reset_optimizer()
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Weights, which are the same on every rank."""
-        return self._engine.export()
+        """Weights: the same on every rank, or of a sharded engine what each of them holds."""
+        yield from self._engine.export()
+        yield from self._shares("export")
 
     def state(self) -> dict[str, Tensor]:
-        """State, which is the same on every rank."""
-        return self._engine.state()
+        """State (`TrainerEngine.state`), put together like weights."""
+        return self._engine.state() | dict(self._shares("state"))
+
+    def _shares(self, what: str) -> Iterator[tuple[str, Tensor]]:
+        """What the other ranks of a sharded engine hold; a caller may stop in the middle of it."""
+        if not self._engine.sharded:
+            return
+        for rank in self._others:
+            more, first = True, True
+            while more:
+                _send(rank, {"op": "share", "what": what, "first": first})
+                message, tensors = _answer(rank)
+                more, first = message["more"], False
+                yield from zip(message["names"], tensors, strict=True)
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Continue from `state` on every rank."""
@@ -329,6 +359,11 @@ def _answer(rank: int) -> Message:
     return message, tensors
 
 
+def _together(engine: TrainerEngine) -> contextlib.AbstractContextManager[None]:
+    """Say which process is gone when a pass of several ends for that."""
+    return _Peer() if engine.sharded else contextlib.nullcontext()
+
+
 def _with_gradient(logp: Tensor, gradient: Tensor) -> Tensor:
     """Return a scalar whose gradient by `logp` [B, R'] is `gradient` [B, R >= R'], zero beyond R'."""
     return (logp * gradient[:, : logp.shape[1]].to(logp.device)).sum()
@@ -357,6 +392,7 @@ def follow(engine: TrainerEngine, resolved: ResolvedJob, name: str) -> None:
     rank 0 does not listen.
     """
     started, _ = _receive(_LEADER)
+    shares = _Shares(engine)
     with open_loader(resolved, engine.shape, started["run_id"], name) as (loader, _source):
         failure: dict[str, Any] | None = None
         while True:
@@ -366,7 +402,7 @@ def follow(engine: TrainerEngine, resolved: ResolvedJob, name: str) -> None:
             answers = message["op"] in _ANSWERED
             try:
                 if failure is None:
-                    _obey(engine, loader, message, tensors)
+                    _obey(engine, loader, shares, message, tensors)
             except TraceRLError as error:
                 reason = error.reason if isinstance(error, JobError) else Reason.UNEXPECTED
                 failure = {"error": str(error), "reason": reason}
@@ -375,7 +411,11 @@ def follow(engine: TrainerEngine, resolved: ResolvedJob, name: str) -> None:
 
 
 def _obey(
-    engine: TrainerEngine, loader: RecordLoader, message: dict[str, Any], tensors: list[Tensor]
+    engine: TrainerEngine,
+    loader: RecordLoader,
+    shares: _Shares,
+    message: dict[str, Any],
+    tensors: list[Tensor],
 ) -> None:
     match message["op"]:
         case "announce":
@@ -384,14 +424,21 @@ def _obey(
         case "forward" | "accumulate" as op:
             batch = Batch(loader.load(_unpack((message, tensors))))
             how = {name: message[name] for name in ("guided", "temperature", "version")}
-            if not batch.trajectories:
+            if engine.sharded:
+                _send(_LEADER, {})
+                _receive(_LEADER)
+            absent = not batch.trajectories and not engine.sharded
+            if absent:
                 _send(_LEADER, {}, [torch.zeros(0, 0)])
             elif op == "forward":
-                _send(_LEADER, {}, [engine.forward(batch, **how)])
+                with _together(engine):
+                    logp = engine.forward(batch, **how)
+                _send(_LEADER, {}, [logp])
             else:
-                engine.accumulate(batch, _remote_loss, **how)
+                with _together(engine):
+                    engine.accumulate(batch, _remote_loss, **how)
             if op == "accumulate":
-                if not batch.trajectories:
+                if absent:
                     _receive(_LEADER)
                 _send(_LEADER, {})
         case "update":
@@ -402,6 +449,8 @@ def _obey(
             engine.supervised_step(*tensors)
         case "reset_optimizer":
             engine.reset_optimizer()
+        case "share":
+            shares.send(message["what"], first=message["first"])
         case "load_state":
             engine.load_state(dict(zip(message["names"], tensors, strict=True)))
         case "stats":
@@ -410,6 +459,27 @@ def _obey(
             _send(_LEADER, {**vars(stats), "sites": sites, "records": vars(stats.records)})
         case op:
             raise JobError(Reason.UNEXPECTED, f"trainer-0 asked for {op!r}, which this version does not know")
+
+
+class _Shares:
+    """Sends what a rank holds of weights or state to rank 0, piece by piece."""
+
+    def __init__(self, engine: TrainerEngine) -> None:
+        self._engine = engine
+        self._left: Iterator[tuple[str, Tensor]] = iter(())
+
+    def send(self, what: str, *, first: bool) -> None:
+        """Send the next piece; `first` begins again."""
+        if first:
+            self._left = iter(self._engine.state().items()) if what == "state" else self._engine.export()
+        names, tensors, size = [], [], 0
+        for name, tensor in self._left:
+            names.append(name)
+            tensors.append(tensor)
+            size += tensor.nbytes
+            if size >= _SHARE_BYTES:
+                break
+        _send(_LEADER, {"names": names, "more": bool(names)}, tensors)
 
 
 def _remote_loss(logp: Tensor) -> Tensor:

@@ -7,12 +7,14 @@ rollout, so that the input of their second matrix is the value that the rollout 
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.experts import SequentialMLP
@@ -22,7 +24,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
 from tracerl.engines.guided import Treatments
-from tracerl.engines.megatron.slicing import Held, expert_order
+from tracerl.engines.megatron.dispatch import Arrivals
+from tracerl.engines.megatron.slicing import Held
+from tracerl.numerics import NVFP4, NonFiniteError
 from tracerl.records.sites import SiteKind
 
 
@@ -30,21 +34,56 @@ from tracerl.records.sites import SiteKind
 class Seat:
     """The forward pass that a model is in."""
 
+    group: dist.ProcessGroup | None = None
+    """Ranks that are in it together, as their experts compute each other's tokens; None: this one alone."""
     treatments: Treatments | None = None
     sequence: Held | None = None
     """Rows whose residual stream is here: those of ExpertInput, Routes and FC2Input."""
     attended: Held | None = None
     """Rows whose keys and values are here."""
     fc2_treated: bool = False
+    fc2_audited: bool = False
+    """Whether whole codes of second inputs are known, on any rank of the group."""
+    failure: NonFiniteError | None = None
+    """Why the pass failed on this rank, when others are in it."""
 
     def treat(self, layer: int, kind: SiteKind, x_SBW: Tensor) -> Tensor:
-        """Treat the values of a site, [positions, B, width] or [positions * B, width]."""
+        """Treat the values of a site, [positions, B, width]."""
         held = self.attended if kind in {SiteKind.KEY, SiteKind.VALUE} else self.sequence
         if self.treatments is None or held is None:
             return x_SBW
-        x_PW = x_SBW.reshape(held.size, -1)
-        rows = self.treatments.treat(layer, kind, held.take(x_PW), held.rows)
-        return held.put(x_PW, rows).view(x_SBW.shape)
+        treated = x_PW = x_SBW.reshape(held.size, -1)
+        with self._together():
+            rows = self.treatments.treat(layer, kind, held.take(x_PW), held.rows)
+            treated = held.put(x_PW, rows)
+        return treated.view(x_SBW.shape)
+
+    def treat_pairs(self, layer: int, inner_MF: Tensor, ids_PK: Tensor, experts: range) -> Tensor:
+        """Treat second inputs of the (token, slot) pairs of this rank's `experts`, in their order.
+
+        `ids_PK` int64 are the experts of the tokens that this rank has.
+        """
+        treatments, held = self.treatments, self.sequence
+        if treatments is None or held is None or not self.fc2_treated:
+            return inner_MF
+        recorded = treatments.recorded(layer, SiteKind.FC2_INPUT, held.rows)
+        width = inner_MF.shape[1]
+        arrivals = Arrivals(held, ids_PK, experts, self.group, width, width // NVFP4.block)
+        here = arrivals.records(recorded, audited=self.fc2_audited)
+        treated = inner_MF
+        with self._together():
+            treated = treatments.apply(layer, SiteKind.FC2_INPUT, inner_MF, here)
+        return treated
+
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        """Let a pass with other ranks go on after a value was not finite: they wait for this one in it."""
+        try:
+            yield
+        except NonFiniteError as error:
+            if self.group is None:
+                raise
+            self.failure = self.failure or error
 
     def routes(self, layer: int, live: Callable[[], Tensor]) -> Tensor:
         """Expert ids int64 [positions * B, top_k]."""
@@ -103,6 +142,8 @@ class GuidedExperts(SequentialMLP):  # type: ignore[misc]
     seat: Seat
     router: nn.Module
     layer_number: int
+    held: range
+    """Experts of this rank."""
 
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
@@ -116,23 +157,14 @@ class GuidedExperts(SequentialMLP):  # type: ignore[misc]
             gate_up, _ = expert.linear_fc1(x)
             gate, up = gate_up.chunk(2, dim=-1)
             inner.append(self.config.activation_func(gate) * up)
-        inner_MF = self._treat(torch.cat(inner))
+        replay: RecordedRoutes = self.router.router_replay  # type: ignore[assignment]
+        assert replay.chosen is not None, "the router runs before the experts"
+        inner_MF = self.seat.treat_pairs(self.layer_number - 1, torch.cat(inner), replay.chosen, self.held)
         outputs = [
             expert.linear_fc2(x)[0]
             for expert, x in zip(self.local_experts, torch.split(inner_MF, counts), strict=True)
         ]
         return torch.cat(outputs) * permuted_probs.unsqueeze(-1), None
-
-    def _treat(self, inner_MF: Tensor) -> Tensor:
-        if not self.seat.fc2_treated:
-            return inner_MF
-        replay: RecordedRoutes = self.router.router_replay  # type: ignore[assignment]
-        ids_PK = replay.chosen
-        assert ids_PK is not None, "the router runs before the experts"
-        order = expert_order(ids_PK)
-        pairs = inner_MF.new_empty(inner_MF.shape).index_copy(0, order, inner_MF)
-        treated = self.seat.treat(self.layer_number - 1, SiteKind.FC2_INPUT, pairs.view(len(ids_PK), -1))
-        return treated.reshape(inner_MF.shape).index_select(0, order)
 
 
 class RecordedRoutes(RouterReplay):  # type: ignore[misc]
@@ -195,6 +227,8 @@ def attach(model: nn.Module, seat: Seat) -> None:
             module.router.router_replay = RecordedRoutes(module.layer_number - 1, seat)
             experts: GuidedExperts = module.experts
             experts.seat, experts.layer_number = seat, module.layer_number
+            first, last = module.local_expert_indices[0], module.local_expert_indices[-1]
+            experts.held = range(first, last + 1)
             # Not as a submodule: its parameters are the layer's.
             object.__setattr__(experts, "router", module.router)
             found += 1

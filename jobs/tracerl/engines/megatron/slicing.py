@@ -8,7 +8,7 @@ slot (FC2Input).
     data              its trajectories                       all
     context           chunks r and 2c-1-r of 2c              all
     sequence (TP)     ExpertInput, Routes: 1/t, contiguous   Key, Value: its heads, all rows
-    expert            those of its own tokens                all: experts get tokens, not records
+    expert            those of its own tokens                all; FC2Input follows them (`dispatch`)
     pipeline          all                                    those of its layers
 """
 
@@ -148,9 +148,11 @@ class Held:
         return Held(self.slots.to(device), None if self.rows is None else self.rows.to(device), self.size)
 
 
-def expert_order(ids_PK: Tensor) -> Tensor:
-    """Order of (token, slot) pairs in which experts get them: by expert, then by token; int64 [P * K].
+def expert_order(ids_PK: Tensor, experts: range) -> Tensor:
+    """Order in which a rank's experts get (token, slot) pairs: by expert, then by token; int64 [pairs here].
 
-    That of Megatron's `permute` for a rank that holds all experts. Pair p * K + k is slot k of token p.
+    That of Megatron's dispatchers, by all-gather and by all-to-all. Tokens are those of all ranks of the
+    expert group, rank by rank; pair p * K + k is slot k of token p.
     """
-    return ids_PK.reshape(-1).sort(stable=True).indices
+    ids, order = ids_PK.reshape(-1).sort(stable=True)
+    return order[(ids >= experts.start) & (ids < experts.stop)]

@@ -1,15 +1,16 @@
-"""`TrainerEngine` on Megatron-Core: its model, data-parallel gradients, optimizer and checkpoints.
+"""`TrainerEngine` on Megatron-Core: its model, its parallel ranks, optimizer and checkpoints.
 
-It runs on a CPU, in one process or several data-parallel ones over gloo. Device "cuda" is written and never
-ran. Tensor, pipeline, context and expert parallelism are refused: the loop deals trajectories to
-data-parallel ranks alone, and Megatron demands of tensor and context parallelism what only Transformer Engine
-has. Which records their ranks would need is in `slicing`.
+It runs on a CPU, in one process or several over gloo: data parallel, and expert parallel within that. Device
+"cuda" is written and never ran. Tensor, pipeline and context parallelism are refused: the loop deals
+trajectories to data-parallel ranks alone, and Megatron demands of tensor and context parallelism what only
+Transformer Engine has. Which records their ranks would need is in `slicing`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,11 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 class MegatronTrainer:
     """`TrainerEngine` on Megatron-Core's GPTModel.
 
-    Several processes are data parallel: each holds the whole model and sees its own trajectories, and
-    `update` sums gradients over them, so a loss must be divided by what all of them hold together. They must
-    have met (`torch.distributed`) before they are constructed.
+    Several processes are data parallel: each sees its own trajectories, and `update` sums gradients over
+    them, so a loss must be divided by what all of them hold together. They must have met
+    (`torch.distributed`) before they are constructed. Each holds the whole model, unless it is expert
+    parallel: then each holds some experts, which compute the tokens of all ranks of its expert group, so that
+    these ranks do every pass together and fail together when a value of one of them is not finite.
 
     Checkpoints have two forms of the same content. `state` and `load_state` are the loop's: FP32 masters,
     both moments and the number of updates as whole tensors by Hugging Face's names, the same as the reference
@@ -80,11 +83,12 @@ class MegatronTrainer:
         self._plan = plan(spec, shape)
         self._table, self._audit_table = site_table(shape, spec), audit_table(shape, spec)
         self._place = join_groups(spec.trainer.parallelism)
+        self.sharded = self._place.expert > 1
         check_shape(shape, self._place)
         initial = dict(initial_weights(shape, spec.warmup.seed)) if weights is None else weights
         check_weights(hf_shapes(shape), initial, "the initial weights")
 
-        self._seat = Seat()
+        self._seat = Seat(parallel_state.get_expert_model_parallel_group() if self.sharded else None)
         self._stats = EngineStats()
         self._updates = 0
         self._plain: GPTModel | None = None
@@ -116,6 +120,8 @@ class MegatronTrainer:
         self._named = dict(self._model.named_parameters())
         check_coverage(shape, self._place, self._named)
         self._parameters = parameters(shape, self._place)
+        self._given = [parameter for parameter in self._parameters if self._gives(parameter)]
+        """What this rank exports."""
         self._write_masters(initial)
 
     def _config(self, dtype: torch.dtype) -> TransformerConfig:
@@ -156,7 +162,8 @@ class MegatronTrainer:
     def _logp(
         self, batch: Batch, *, guided: bool, temperature: float, version: int
     ) -> tuple[Tensor, Treatments]:
-        self._refresh()
+        with self._agreed():
+            self._refresh()
         started = time.perf_counter()
         micro = MicroBatch(batch.trajectories, self._table, self._audit_table, self._device)
         self._stats.unpack_seconds += time.perf_counter() - started
@@ -164,7 +171,8 @@ class MegatronTrainer:
         treatments = Treatments(*how, guided=guided, version=version)
         logits_MV = self._logits(self._model, micro.tokens_N, micro.lengths, micro.predicting_M, treatments)
         logp_M = -functional.cross_entropy(logits_MV.float() / temperature, micro.targets_M, reduction="none")
-        if not bool(logp_M.isfinite().all()):
+        (failed,) = self._largest(not bool(logp_M.isfinite().all()))
+        if failed:
             checking = Treatments(*how, guided=guided, version=version, check=True)
             with torch.no_grad():
                 self._logits(self._model, micro.tokens_N, micro.lengths, micro.predicting_M, checking)
@@ -186,24 +194,61 @@ class MegatronTrainer:
         The seat keeps the treatments, for a backward pass that computes layers again.
         """
         multiple = self._place.multiple
-        longest = -(-max(lengths) // multiple) * multiple
-        every = Held.of(lengths, torch.arange(longest)).to(self._device)
         seat = self._seat
         seat.treatments = treatments
-        seat.sequence = Held.of(lengths, sequence_positions(longest, self._place)).to(self._device)
-        seat.attended = Held.of(lengths, context_positions(longest, self._place)).to(self._device)
-        seat.fc2_treated = treatments is not None and treatments.touches(
+        fc2_treated = treatments is not None and treatments.touches(
             SiteKind.FC2_INPUT, range(self.shape.layers)
         )
-        batch = len(lengths)
+        # Ranks that compute together pad alike.
+        longest, batch, treated, audited = self._largest(
+            -(-max(lengths, default=1) // multiple) * multiple,
+            len(lengths),
+            fc2_treated,
+            treatments is not None and treatments.audits,
+        )
+        seat.fc2_treated, seat.fc2_audited = bool(treated), bool(audited)
+        lengths = [*lengths, *[0] * (batch - len(lengths))]
+        every = Held.of(lengths, torch.arange(longest)).to(self._device)
+        seat.sequence = Held.of(lengths, sequence_positions(longest, self._place)).to(self._device)
+        seat.attended = Held.of(lengths, context_positions(longest, self._place)).to(self._device)
         tokens_P1 = every.put(tokens_N.new_zeros(every.size, 1), tokens_N.unsqueeze(1))
         tokens_BS = tokens_P1.view(longest, batch).t().contiguous()
         positions_BS = torch.arange(longest, device=self._device).expand(batch, -1)
         future_SS = torch.ones(longest, longest, dtype=torch.bool, device=self._device).triu(1)
-        logits_BSV: Tensor = model(tokens_BS, positions_BS, future_SS[None, None])
+        with self._agreed():
+            logits_BSV: Tensor = model(tokens_BS, positions_BS, future_SS[None, None])
         place_M = every.slots.index_select(0, predicting_M)
         at = (place_M % batch) * longest + place_M // batch
         return logits_BSV.reshape(batch * longest, -1).index_select(0, at)
+
+    def _largest(self, *values: int) -> list[int]:
+        """The largest of each value over the ranks that compute together."""
+        group = self._seat.group
+        if group is None:
+            return list(values)
+        found = torch.tensor(values, dtype=torch.int64, device=self._device)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+        largest: list[int] = found.tolist()
+        return largest
+
+    @contextmanager
+    def _agreed(self) -> Iterator[None]:
+        """Fail behind the block on all ranks that compute together, when a value of any was not finite."""
+        group, seat = self._seat.group, self._seat
+        if group is None:
+            yield
+            return
+        seat.failure = None
+        try:
+            yield
+        except NonFiniteError as error:
+            seat.failure = error
+        (failed,) = self._largest(seat.failure is not None)
+        if not failed:
+            return
+        sites: list[str | None] = [None] * group.size()
+        dist.all_gather_object(sites, None if seat.failure is None else seat.failure.site, group=group)
+        raise NonFiniteError(next(site for site in sites if site is not None))
 
     def supervised_step(self, tokens: Tensor, loss_mask: Tensor) -> float:
         """One unquantised FP32 update (`TrainerEngine.supervised_step`)."""
@@ -269,9 +314,16 @@ class MegatronTrainer:
         for optimizer in _inner(self._optimizer):
             optimizer.state.clear()
 
+    def _gives(self, parameter: Parameter) -> bool:
+        """Whether this rank is the first one that holds a parameter, or holds all of them."""
+        if not self.sharded:
+            return True
+        first = parallel_state.get_expert_data_parallel_rank() if parameter.expert else dist.get_rank()
+        return bool(first == 0)
+
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Weights by Hugging Face's names, in compute dtype: what the rollout gets and the trainer uses."""
-        for parameter in self._parameters:
+        for parameter in self._given:
             value = self._master_value(parameter).to(self._dtype)
             for name, tensor in to_hf(parameter, [value], self.shape):
                 yield name, tensor.contiguous()
@@ -323,8 +375,9 @@ class MegatronTrainer:
 
     def state(self) -> dict[str, Tensor]:
         """FP32 weights, both moments, and the number of updates, by Hugging Face's names under a prefix."""
-        state = {"updates": torch.tensor(self._updates)}
-        for parameter in self._parameters:
+        first = not self.sharded or dist.get_rank() == 0
+        state = {"updates": torch.tensor(self._updates)} if first else {}
+        for parameter in self._given:
             value = self._master_value(parameter)
             parts = {"weights": value} | {
                 moment: found if found is not None else torch.zeros_like(value)
@@ -377,7 +430,7 @@ class MegatronTrainer:
             checkpoint.save(directory, self._model, self._optimizer, self._updates)
 
     def load_sharded(self, directory: Path) -> None:
-        """Continue from `save_sharded`, of this layout or another; all ranks call this together."""
+        """Continue from `save_sharded`; all ranks call this together. InputError: other parallelism."""
         self._restore()
         with host_optimizer(self._device):
             self._updates = checkpoint.load(directory, self._model, self._optimizer)
@@ -402,12 +455,12 @@ def _check_spec(spec: Spec) -> None:
             f"{spec.quantization.tensor_scale}; use Fixed"
         )
     parallelism = spec.trainer.parallelism
-    for axis in ("tensor", "pipeline", "context", "expert"):
+    for axis in ("tensor", "pipeline", "context"):
         size = getattr(parallelism, axis)
         if size > 1:
             raise InputError(
                 f"spec.trainer.parallelism.{axis} is {size}, but the loop deals trajectories to "
-                "data-parallel ranks alone; use data"
+                "data-parallel ranks alone; use data and expert"
             )
 
 

@@ -106,7 +106,7 @@ class ReferenceTrainer:
                 f"spec.quantization.tensorScale: the Reference engine does not compute "
                 f"{spec.quantization.tensor_scale}; use Fixed"
             )
-        self.shape, self.spec = shape, spec
+        self.shape, self.spec, self.sharded = shape, spec, False
         self._device = torch.device(device)
         self._plan = plan(spec, shape)
         self._table, self._audit_table = site_table(shape, spec), audit_table(shape, spec)

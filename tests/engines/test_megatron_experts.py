@@ -1,0 +1,268 @@
+"""Expert parallelism over gloo against one process that holds all experts: the same numbers."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron_worker import (
+    EXPERTS,
+    checkpoints,
+    ended,
+    fork,
+    job,
+    leave,
+    run_processes,
+    train,
+    train_experts,
+)
+from rl_harness import SHAPE, Log, make_job, rollout
+from torch import Tensor
+
+from tracerl.api.errors import InputError, JobError
+from tracerl.api.resolved import ResolvedJob
+from tracerl.engines.base import Batch, Trajectory
+from tracerl.engines.hf import hf_shapes, initial_weights
+from tracerl.engines.megatron.trainer import MegatronTrainer
+from tracerl.rl import parallel
+from tracerl.rl.loading import LEADER, open_loader
+from tracerl.rl.loop import run_loop
+from tracerl.rl.parallel import LeadingEngine, follow, join
+
+torch.set_num_threads(1)
+
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+@pytest.fixture(autouse=True)
+def apart() -> Iterator[None]:
+    leave()
+    yield
+    leave()
+
+
+def alone(options: dict[str, Any]) -> dict[str, Any]:
+    spec = job(options, data=1, expert=1)
+    return train(MegatronTrainer(EXPERTS, spec), spec, 0, 1)
+
+
+def merged(parts: list[dict[str, Any]], kind: str) -> dict[int, Tensor]:
+    return {i: row for part in parts for i, row in part[kind].items()}
+
+
+def summed(parts: list[dict[str, Any]]) -> dict[Any, dict[str, int]]:
+    keys = {key for part in parts for key in part["sites"]}
+    names = next(iter(parts[0]["sites"].values()))
+    return {
+        key: {name: sum(part["sites"].get(key, {}).get(name, 0) for part in parts) for name in names}
+        for key in keys
+    }
+
+
+@pytest.mark.parametrize(
+    ("processes", "options"),
+    [
+        (2, {}),
+        (2, {"quantization": {"secondInput": "RTN"}, "method": "QAT"}),
+        (2, {"engineArgs": RECOMPUTE}),
+        (4, {"expert": 2}),
+    ],
+    ids=["all recorded", "nothing recorded", "recomputing", "two holders of each expert"],
+)
+def test_experts_apart_equal_experts_together(tmp_path, processes, options):
+    """Log-probs, moments and every code, of unequal shares of which one is empty; ranks count their own."""
+    found = run_processes(partial(train_experts, options), tmp_path, processes=processes)
+    expected = alone(options)
+    assert {one["supervised"] for one in found} == {found[0]["supervised"]}
+    assert found[0]["supervised"] == pytest.approx(expected["supervised"], rel=1e-5)
+    for version, one in enumerate(expected["versions"]):
+        parts = [each["versions"][version] for each in found]
+        for kind in ("guided", "unguided"):
+            rows = merged(parts, kind)
+            assert rows.keys() == one[kind].keys()
+            for i, row in rows.items():
+                assert (row - one[kind][i][: len(row)]).abs().max() < 1e-5
+        for i, row in merged(parts, "rollout").items():
+            assert (row - merged(parts, "guided")[i][: len(row)]).abs().max() < 1e-5
+        assert len({part["norm"] for part in parts}) == 1
+        assert parts[0]["norm"] == pytest.approx(one["norm"], rel=1e-5)
+        assert [sum(part["rows"][i] for part in parts) for i in range(4)] == one["rows"]
+        counts = summed(parts)
+        assert counts == one["sites"]
+        assert all(count["values"] and not count["guided_mismatched"] for count in counts.values())
+        assert ((1, "FC2Input") in counts) is (options.get("method") != "QAT")
+        for name, tensor in one["state"].items():
+            assert all(torch.equal(parts[0]["state"][name], part["state"][name]) for part in parts), name
+            # Adam divides by what may be rounding noise.
+            bound = 1e-3 if name.startswith("weights/") else 1e-4
+            torch.testing.assert_close(parts[0]["state"][name], tensor, atol=1e-5, rtol=bound, msg=name)
+
+
+def test_bf16_without_updates_is_bit_for_bit(tmp_path):
+    """Sums over experts are rounded once, wherever the experts are."""
+    options = {"dtype": "BFloat16"}
+    ranks = run_processes(partial(train_experts, options), tmp_path, processes=2)
+    found = [rank["versions"][0] for rank in ranks]
+    expected = alone(options)["versions"][0]
+    for kind in ("guided", "unguided"):
+        for i, row in merged(found, kind).items():
+            assert torch.equal(row, expected[kind][i][: len(row)])
+
+
+def test_megatrons_checkpoint_goes_on_with_experts_apart(tmp_path):
+    """Each rank writes and reads its own; a process that holds all experts refuses it in a sentence."""
+    for found in run_processes(partial(checkpoints, tmp_path), tmp_path, processes=2):
+        for one, other in (("loaded", "saved"), ("resumed", "straight")):
+            assert found[one].keys() == found[other].keys()
+            assert all(torch.equal(found[one][name], tensor) for name, tensor in found[other].items())
+        assert int(found["resumed"]["updates"]) == 2
+    together = MegatronTrainer(EXPERTS, job({}, data=1, expert=1))
+    before = together.state()
+    with pytest.raises(InputError, match=r"parallelism\.expert 2, not 1; go on"):
+        together.load_sharded(tmp_path / "apart")
+    assert all(torch.equal(before[name], tensor) for name, tensor in together.state().items())
+
+
+# -- in the loop --------------------------------------------------------------------------------------------
+
+
+def job_of(directory: Path, *, expert: int, sync: str = "Auto", **sections: dict[str, Any]) -> ResolvedJob:
+    trainer = {
+        "engine": "Megatron",
+        "weightSync": sync,
+        "parallelism": {"data": 2, "expert": expert},
+        "optimizer": {"learningRate": "0.01"},
+        "checkpoint": {"every": 2},
+    }
+    records = {"auditEvery": 2}
+    quantization = {"secondInput": "Recorded"}
+    return make_job(directory, trainer=trainer, records=records, quantization=quantization, **sections)
+
+
+@contextmanager
+def two_ranks(
+    resolved: ResolvedJob, weights: dict[str, Tensor] | None = None, *, ends: int = 0
+) -> Iterator[MegatronTrainer]:
+    """Rank 0's engine; rank 1 follows in a child, which `ends` with 0, or with 1 after a JobError."""
+    resolved.layout.meeting.unlink(missing_ok=True)
+
+    def second() -> None:
+        join(resolved.layout.meeting, rank=1, ranks=2)
+        follow(MegatronTrainer(SHAPE, resolved.job.spec, weights), resolved, "trainer-1")
+
+    child = fork(second)
+    join(resolved.layout.meeting, rank=0, ranks=2)
+    try:
+        yield MegatronTrainer(SHAPE, resolved.job.spec, weights)
+    finally:
+        leave()
+        code = ended(child)
+    assert code == ends
+
+
+@contextmanager
+def leader_of(resolved: ResolvedJob, engine: MegatronTrainer) -> Iterator[LeadingEngine]:
+    """What the loop makes of rank 0's engine, here for trajectories without entries."""
+    with open_loader(resolved, SHAPE, "run", LEADER) as (loader, _):
+        yield LeadingEngine(engine, loader, run_id="run", nodes=[None, None])
+
+
+def trajectories(count: int) -> list[Trajectory]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        Trajectory(str(i), torch.randint(SHAPE.vocab, (12,), generator=generator), 3, torch.zeros(9), [0] * 9)
+        for i in range(count)
+    ]
+
+
+async def run(resolved: ResolvedJob) -> list[dict[str, Any]]:
+    log = Log()
+    with two_ranks(resolved) as engine:
+        async with rollout(resolved):
+            await run_loop(resolved, engine, log)
+    return log.of("step")
+
+
+@pytest.mark.parametrize("sync", ["Disk", "Distributed"])
+async def test_a_whole_job_with_records_weights_and_checkpoints(tmp_path, sync):
+    """Against experts together; then continued from a checkpoint, also by ranks that hold all experts."""
+    together = await run(job_of(tmp_path / "together", expert=1, sync=sync))
+    job = job_of(tmp_path / "apart", expert=2, sync=sync)
+    apart = await run(job)
+    assert [line["step"] for line in apart] == [1, 2, 3, 4]
+    for line, other in zip(apart, together, strict=True):
+        assert line["gap_guided"]["max"] < 1e-4
+        assert line["routes_missing"] == 0
+        rows = line["prompt_tokens"] + line["response_tokens"] - line["trajectories"]
+        assert (line["records"]["rows"], line["records"]["rows_missing"]) == (rows, 0)
+        assert len(line["mismatch"]) == len(other["mismatch"]) == 8
+    assert apart[0]["reward"] == together[0]["reward"]
+    assert apart[0]["policy"] == pytest.approx(together[0]["policy"], rel=1e-3, abs=1e-5)
+    shutil.copytree(tmp_path / "apart", tmp_path / "copy")
+    for directory, expert in ((tmp_path / "apart", 2), (tmp_path / "copy", 1)):
+        again = job_of(directory, expert=expert, sync=sync)
+        shutil.rmtree(again.layout.checkpoints / "step-000004")
+        resumed = await run(again)
+        assert [line["step"] for line in resumed] == [3, 4]
+        for line, before in zip(resumed, apart[2:], strict=True):
+            assert line["reward"] == before["reward"]
+            assert line["policy"] == pytest.approx(before["policy"], rel=1e-3, abs=1e-5)
+            assert line["gap_guided"]["max"] < 1e-4
+
+
+def test_rank_0_gets_all_weights_and_may_stop_in_the_middle(tmp_path, monkeypatch):
+    monkeypatch.setattr(parallel, "_SHARE_BYTES", 1)
+    resolved = job_of(tmp_path, expert=2)
+    expected = dict(initial_weights(SHAPE, resolved.job.spec.warmup.seed))
+    with two_ranks(resolved) as engine, leader_of(resolved, engine) as leader:
+        own = dict(engine.export())
+        assert 0 < len(own) < len(expected)
+        exporting = leader.export()
+        for _ in range(len(own) + 3):
+            next(exporting)
+        # Whoever stopped there goes on with something else.
+        logp = leader.forward(Batch(trajectories(3)), guided=True, temperature=1.0, version=0)
+        found, state = dict(leader.export()), leader.state()
+        assert set(found) == set(hf_shapes(SHAPE))
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        assert set(state) == {"updates"} | {
+            f"{part}/{name}" for part in ("weights", "exp_avg", "exp_avg_sq") for name in found
+        }
+        leader.load_state(state)
+        again = leader.forward(Batch(trajectories(3)), guided=True, temperature=1.0, version=0)
+        assert torch.equal(again, logp)
+        leader.close()
+
+
+@pytest.mark.parametrize(
+    ("weight", "site"),
+    [
+        ("model.layers.1.self_attn.o_proj.weight", "layer 1 ExpertInput"),
+        # Of an expert of rank 1, which computes tokens of both.
+        ("model.layers.1.mlp.experts.3.up_proj.weight", "layer 1 FC2Input"),
+        ("lm_head.weight", "logits"),
+    ],
+)
+def test_a_value_that_is_not_finite_ends_the_pass_of_all_ranks_with_its_site(tmp_path, weight, site):
+    """One trajectory alone: the other rank has none, and is told."""
+    weights = dict(initial_weights(SHAPE, 1))
+    weights[weight] = torch.full_like(weights[weight], 3e38)
+    resolved = job_of(tmp_path, expert=2, method={"name": "QAT"})
+    with two_ranks(resolved, weights, ends=1) as engine, leader_of(resolved, engine) as leader:
+        with pytest.raises(JobError, match=site) as error:
+            leader.forward(Batch(trajectories(1)), guided=True, temperature=1.0, version=0)
+        assert error.value.reason == "NonFinite"
+
+
+def test_a_rank_that_is_gone_is_missed_in_a_sentence(tmp_path):
+    resolved = job_of(tmp_path, expert=2)
+    with two_ranks(resolved) as engine, leader_of(resolved, engine) as leader:
+        leader.close()
+        with pytest.raises(JobError, match="trainer-1 is gone"):
+            leader.forward(Batch(trajectories(2)), guided=True, temperature=1.0, version=0)
