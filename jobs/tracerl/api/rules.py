@@ -603,6 +603,18 @@ def trainer_parallelism(facts: Facts) -> Iterator[Fault]:
         yield Fault("spec.trainer.parallelism.expert", problem, f"write a divisor of {stage}")
 
 
+@_rule(Level.VALIDATE, "spec.trainer.parallelism.expert", "spec.trainer.parallelism")
+def experts_divide_ranks(facts: Facts) -> Iterator[Fault]:
+    """Without GPUs too, expert divides the ranks of a pipeline stage (tensor x context x data)."""
+    trainer = facts.spec.trainer
+    sizes = trainer.parallelism
+    stage = sizes.tensor * sizes.context * sizes.data
+    if trainer.gpus_per_node == 0 and stage % sizes.expert:
+        problem = f"is {sizes.expert}, which does not divide the {stage} ranks of a pipeline stage"
+        remedy = f"write a divisor of {stage}, or spec.trainer.parallelism.data: {sizes.expert}"
+        yield Fault("spec.trainer.parallelism.expert", problem, remedy)
+
+
 @_rule(Level.API, "spec.trainer.nodes", "spec.trainer.gpusPerNode", "spec.trainer.parallelism")
 def ranks_on_every_node(facts: Facts) -> Iterator[Fault]:
     """Without GPUs too, every trainer node has as many ranks as the others."""

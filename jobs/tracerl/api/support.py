@@ -36,6 +36,7 @@ class Only:
 _CPU = "it computes on CPUs"
 _ONE_PROCESS = "it is one process"
 _WHOLE_MODEL = "every trainer process holds the whole model"
+_WHOLE_LAYERS = "trainer processes differ in their trajectories and experts alone"
 _ROLLOUT, _TRAINER = RolloutEngine.REFERENCE, TrainerEngine.REFERENCE
 
 SUPPORTED: tuple[Only, ...] = (
@@ -60,10 +61,10 @@ SUPPORTED: tuple[Only, ...] = (
         "with several, SGLang takes no weights from a group of processes",
         RolloutEngine.SGLANG,
     ),
-    Only("spec.trainer.parallelism.tensor", (1,), _WHOLE_MODEL),
-    Only("spec.trainer.parallelism.pipeline", (1,), _WHOLE_MODEL),
-    Only("spec.trainer.parallelism.context", (1,), _WHOLE_MODEL),
-    Only("spec.trainer.parallelism.expert", (1,), _WHOLE_MODEL),
+    Only("spec.trainer.parallelism.tensor", (1,), _WHOLE_LAYERS),
+    Only("spec.trainer.parallelism.pipeline", (1,), _WHOLE_LAYERS),
+    Only("spec.trainer.parallelism.context", (1,), _WHOLE_LAYERS),
+    Only("spec.trainer.parallelism.expert", (1,), _WHOLE_MODEL, _TRAINER),
     Only("spec.quantization.format", (Format.NVFP4,), "it computes NVFP4 alone"),
     Only("spec.quantization.tensorScale", (TensorScaleRule.FIXED,), "it has fixed tensor scales alone"),
     Only("spec.observe.baselineEvery", (0,), "its steps all record"),

@@ -403,6 +403,21 @@ BAD: list[tuple[list[str], str, str]] = [
         "write 1",
     ),
     (["spec.trainer.parallelism.pipeline=2"], "spec.trainer.parallelism.pipeline", "write 1"),
+    (
+        ["spec.trainer={engine: Megatron, parallelism: {tensor: 2}}"],
+        "spec.trainer.parallelism.tensor",
+        "write 1",
+    ),
+    (
+        ["spec.trainer.parallelism={expert: 2, data: 2}"],
+        "spec.trainer.parallelism.expert",
+        "does not run with Reference (every trainer process holds the whole model); write 1",
+    ),
+    (
+        ["spec.trainer={engine: Megatron, parallelism: {expert: 2, data: 3}}"],
+        "spec.trainer.parallelism.expert",
+        "the 3 ranks of a pipeline stage; write a divisor of 3, or spec.trainer.parallelism.data: 2",
+    ),
     (["spec.quantization.format=MXFP4"], "spec.quantization.format", "write NVFP4"),
     (["spec.quantization.tensorScale=PerToken"], "spec.quantization.tensorScale", "write Fixed"),
     (
@@ -586,6 +601,10 @@ def test_fault_of_this_machine(
         ["spec.rollout.engine=SGLang", "spec.trainer.engine=Megatron"],
         ["spec.rollout={engine: SGLang, gpusPerNode: 2, parallelism: {tensor: 2}, numerics: Native}", *APART],
         ["spec.trainer={engine: Megatron, gpusPerNode: 1, nodes: 2, parallelism: {data: 2}}", *APART],
+        [
+            "spec.rollout.nodes=2",
+            "spec.trainer={engine: Megatron, nodes: 2, parallelism: {data: 2, expert: 2}}",
+        ],
         ["spec.transport={ring: {size: 1Gi}}", "spec.rollout.resources.limits.memory=1Gi"],
         ["spec.rollout.nodes=2", "spec.trainer={nodes: 2, parallelism: {data: 4}}"],
         ["spec.placement.colocation=None", "spec.rollout.nodes=3"],
