@@ -33,12 +33,13 @@ from tracerl_operator.shell.store import Store
 
 ROOT = Path(__file__).parents[2]
 TEAM, UID = "team", "6f1c2f9e-0000-4000-8000-00000000000a"
-STEPS = 16
+STEPS = 24
 _SETTINGS = {
     "task.name": "builtin/chain_sum",
     "task.heldOutPrompts": 32,
-    "warmup.steps": 40,
+    "warmup.steps": 20,
     "algorithm.steps": STEPS,
+    "algorithm.promptsPerStep": 8,
     "algorithm.evaluation.every": 4,
     "algorithm.evaluation.prompts": 32,
     "records.auditEvery": 16,

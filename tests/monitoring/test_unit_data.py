@@ -11,14 +11,14 @@ from test_alert_rules import promtool
 from test_queries import QUERIES, chosen, is_produced
 
 _JOB = 'namespace="team",job="canary",pod="canary-node-0-0"'
-# A minute apart: 60 writes of half a second each, 12 reads of a quarter, one read in four failed.
+# A minute apart: 60 writes of half a second each, 30 reads of a quarter, one read in two failed.
 SERIES = {
     f'tracerl_object_requests_total{{{_JOB},operation="write",result="ok"}}': "0+60x20",
     f'tracerl_object_requests_total{{{_JOB},operation="write",result="failed"}}': "0+0x20",
-    f'tracerl_object_requests_total{{{_JOB},operation="read",result="ok"}}': "0+9x20",
-    f'tracerl_object_requests_total{{{_JOB},operation="read",result="failed"}}': "0+3x20",
+    f'tracerl_object_requests_total{{{_JOB},operation="read",result="ok"}}': "0+15x20",
+    f'tracerl_object_requests_total{{{_JOB},operation="read",result="failed"}}': "0+15x20",
     f'tracerl_object_request_seconds_total{{{_JOB},operation="write"}}': "0+30x20",
-    f'tracerl_object_request_seconds_total{{{_JOB},operation="read"}}': "0+3x20",
+    f'tracerl_object_request_seconds_total{{{_JOB},operation="read"}}': "0+7.5x20",
     f'tracerl_object_uploads_total{{{_JOB},result="ok"}}': "0+6x20",
     f'tracerl_object_uploads_total{{{_JOB},result="failed"}}': "0+1x20",
     f"tracerl_object_uploaded_bytes_total{{{_JOB}}}": "0+6000x20",
@@ -29,8 +29,8 @@ EXPECTED = {
     "Requests A": {
         '{operation="write",result="ok"}': 1,
         '{operation="write",result="failed"}': 0,
-        '{operation="read",result="ok"}': 0.15,
-        '{operation="read",result="failed"}': 0.05,
+        '{operation="read",result="ok"}': 0.25,
+        '{operation="read",result="failed"}': 0.25,
     },
     "Uploads A": {'{result="ok"}': 30, '{result="failed"}': 5},
     "Uploads B": {"{}": 15},
