@@ -556,6 +556,17 @@ METRICS: tuple[MetricSpec, ...] = (
         _TRAINER,
         (("records", "guided_kernels", "extra_forward"),),
     ),
+    MetricSpec(
+        "tracerl_baseline_overhead_ratio",
+        "gauge",
+        "ratio",
+        ("bound",),
+        "What records cost by steps that were done without them as well, in CPU time over that of the whole "
+        "step, with its 95 % interval; absent without spec.observe.baselineEvery.",
+        _TRAINER,
+        (("estimate", "low", "high"),),
+    ),
+    MetricSpec("tracerl_baseline_pairs", "gauge", "", (), "Steps behind that figure.", _TRAINER),
     MetricSpec("tracerl_generated_tokens_total", "counter", "tokens", (), "Tokens sampled.", _ROLLOUT),
     MetricSpec(
         "tracerl_trained_tokens_total", "counter", "tokens", (), "Generated tokens trained on.", _TRAINER

@@ -788,7 +788,11 @@ class Observe(Model):
     """Observation beyond the standard metrics."""
 
     baseline_every: int = field(
-        0, doc="Every n-th step runs without records, for A/B; 0 means none.", ge=0, le=INT32_MAX
+        0,
+        doc="Every n-th step is also done without records, and that update thrown away, to measure what they "
+        "cost; 0 means none.",
+        ge=0,
+        le=INT32_MAX,
     )
     tensorboard: bool = field(
         False,
@@ -898,6 +902,14 @@ class Expectation(Model):
     met: bool = Field(description="Whether the figure is within the bound.")
 
 
+class OverheadParts(Model):
+    """The three parts of the overhead, each as a share of the step."""
+
+    records: DecimalString | None = Field(None, description="Capture, pack, put, fetch and unpack.")
+    guided_kernels: DecimalString | None = Field(None, description="Guided rounding.")
+    extra_forward: DecimalString | None = Field(None, description="The second forward pass, for the ratio.")
+
+
 class Progress(Model):
     """What the trainer reports while it runs, of its last step."""
 
@@ -913,6 +925,7 @@ class Progress(Model):
     )
     step_seconds: DecimalString | None = Field(None, description="Time of the step, in s.")
     overhead_ratio: DecimalString | None = Field(None, description="Share of the step that TRACE costs.")
+    overhead_parts: OverheadParts | None = Field(None, description="What it is the sum of.")
     record_bytes_per_token: DecimalString | None = Field(None, description="Bytes of records a token.")
     expectations: list[Expectation] | None = Field(
         None, max_length=16, description="The figures of spec.expect, when all steps are done."

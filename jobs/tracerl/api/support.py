@@ -14,6 +14,7 @@ from tracerl.api.errors import Fault
 from tracerl.api.job import (
     Format,
     RolloutEngine,
+    Staleness,
     TensorScaleRule,
     TrainerEngine,
 )
@@ -67,7 +68,6 @@ SUPPORTED: tuple[Only, ...] = (
     Only("spec.trainer.parallelism.expert", (1,), _WHOLE_MODEL, _TRAINER),
     Only("spec.quantization.format", (Format.NVFP4,), "it computes NVFP4 alone"),
     Only("spec.quantization.tensorScale", (TensorScaleRule.FIXED,), "it has fixed tensor scales alone"),
-    Only("spec.observe.baselineEvery", (0,), "its steps all record"),
 )
 
 MODEL_SCHEMES_NOW = ("builtin", "file")
@@ -109,6 +109,38 @@ def _refuse_dense_layers(facts: Facts) -> Iterator[Fault]:
         yield Fault("spec.model.uri", problem, "use a model whose layers are all mixtures of experts")
 
 
+BASELINE_PAIRS = 3
+"""Fewer pairs of steps have an interval that says nothing."""
+
+
+def _refuse_baseline(facts: Facts) -> Iterator[Fault]:
+    spec, every = facts.spec, facts.spec.observe.baseline_every
+    if not every:
+        return
+    algorithm, rollout, trainer = spec.algorithm, spec.rollout, spec.trainer
+    path = "spec.observe.baselineEvery"
+    # Step 1 never has one.
+    pairs = algorithm.steps // every - (every == 1)
+    if pairs < BASELINE_PAIRS:
+        problem = f"is {every}, which compares {pairs} of {algorithm.steps} steps, too few for an interval"
+        yield Fault(path, problem, f"write at most {max(1, (algorithm.steps - 1) // BASELINE_PAIRS)}, or 0")
+    needs = (
+        (algorithm.max_version_diff == 0, "spec.algorithm.maxVersionDiff: 0", "steps that do not overlap"),
+        (algorithm.staleness is Staleness.WAIT, "spec.algorithm.staleness: Wait", "the same prompts twice"),
+        (spec.records.audit_every == 0, "spec.records.auditEvery: 0", "steps without audits"),
+        (
+            rollout.engine is _ROLLOUT,
+            "spec.rollout.engine: Reference",
+            "a rollout that can leave records out",
+        ),
+        (trainer.engine is _TRAINER, "spec.trainer.engine: Reference", "a trainer that is one process"),
+        (trainer.parallelism.data == 1, "spec.trainer.parallelism.data: 1", "a trainer that is one process"),
+    )
+    for met, wanted, why in needs:
+        if not met:
+            yield Fault(path, f"is {every}, and comparing steps needs {why}", f"write 0, or {wanted}")
+
+
 def _yaml(value: object) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
@@ -133,6 +165,14 @@ SUPPORT_RULES: tuple[Rule, ...] = (
         ("spec.model.uri",),
         "`builtin://NAME` and `file:///PATH` only.",
         _refuse_remote_model,
+    ),
+    Rule(
+        "version-baseline",
+        Level.START,
+        ("spec.observe.baselineEvery",),
+        f"Synchronous jobs (`maxVersionDiff: 0`, `staleness: Wait`) of at least {BASELINE_PAIRS} such steps, "
+        "without audits, whose engines are Reference and whose trainer is one process.",
+        _refuse_baseline,
     ),
     Rule(
         "version-dense-layers",

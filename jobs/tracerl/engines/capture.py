@@ -151,6 +151,7 @@ class SiteCapture:
         self._record = _Packer(held, self._format, self._order)
         self._audit = None if audit_table is None else _Packer(audited, self._format, self._order)
         self._audited: Tensor | slice | None = None
+        self._recording = True
         self.capture_seconds = 0.0
         """What recording took in addition to rounding, over all passes."""
         self.pack_seconds = 0.0
@@ -169,9 +170,13 @@ class SiteCapture:
         self.rounds_fc2 = any(self._uses[layer, SiteKind.FC2_INPUT].quantized for layer in range(layers))
         """Whether the experts' second input is quantised."""
 
-    def begin(self, audited: Tensor | slice | None) -> None:
-        """Start forward passes; `audited` are the rows that are audited, int64 [A] or a slice."""
+    def begin(self, audited: Tensor | slice | None, *, recording: bool = True) -> None:
+        """Start forward passes; `audited` are the rows that are audited, int64 [A] or a slice.
+
+        Without `recording`, values are rounded and nothing is kept: no `finish` follows.
+        """
         self._audited = audited if self._audit is not None else None
+        self._recording = recording
 
     def finish(self, rows: int) -> tuple[Captured, Captured | None]:
         """Rows [rows, …] of the site table and, when rows are audited, [A, …] of the audit table."""
@@ -214,7 +219,7 @@ class SiteCapture:
     def routes(self, layer: int, ids: Tensor) -> None:
         """Keep the experts [N, top_k] that were chosen."""
         use = self._uses[layer, SiteKind.ROUTES]
-        if use.record is not None:
+        if use.record is not None and self._recording:
             self._record.values[use.record] = ids
 
     def _round(self, use: _SiteUse, x: Tensor) -> Tensor:
@@ -227,7 +232,7 @@ class SiteCapture:
     def _quantise(self, uses: Sequence[_SiteUse], x: Tensor) -> Tensor:
         """Round the values of sites, one below the other in x, and keep the codes if they are recorded."""
         recorded = [use.record for use in uses if use.record is not None]
-        if not recorded:
+        if not recorded or not self._recording:
             return fake_quantize(x, self._format, order=self._order, site=uses[0].name)
         started = time.thread_time()
         quantized, out = quantize_dequantize(x, self._format, order=self._order, site=uses[0].name)

@@ -62,6 +62,8 @@ class RolloutInfo:
     """None before version 0 was pushed."""
     site_table: str | None
     engine: str | None
+    cpu_seconds: float | None
+    """CPU time of its process so far."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,7 @@ class RolloutClient:
             weight_version=int(version) if isinstance(version, str) and version.isdecimal() else None,
             site_table=answer.get("siteTable"),
             engine=answer.get("engine"),
+            cpu_seconds=answer.get("cpuSeconds"),
         )
 
     async def connect(self) -> RolloutInfo:
@@ -189,14 +192,23 @@ class RolloutClient:
         return (await self.generate_batch([prompt], [sampling], ids=[id]))[0]
 
     async def generate_batch(
-        self, prompts: Sequence[Sequence[int]], sampling: Sequence[Sampling], *, ids: Sequence[str]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[Sampling],
+        *,
+        ids: Sequence[str],
+        record: bool = True,
     ) -> list[Generation]:
-        """Generate trajectories with one HTTP request, which returns when the last of them is done."""
+        """Generate trajectories with one HTTP request, which returns when the last of them is done.
+
+        Without `record`, the reference engine records nothing of them.
+        """
         body = {
             "rid": list(ids),
             "input_ids": [list(prompt) for prompt in prompts],
             "sampling_params": [params.json() for params in sampling],
             "return_logprob": True,
+            **({} if record else {"record": False}),
         }
         answer = await self._call("POST", "/generate", body, seconds=self._generation_seconds)
         if not isinstance(answer, list) or len(answer) != len(ids):

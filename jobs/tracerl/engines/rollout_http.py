@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import signal
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -73,6 +74,8 @@ class Ask:
     temperature: float
     seed: int | None
     stop_token_ids: tuple[int, ...]
+    record: bool = True
+    """False: leave its records out, where the engine can. SGLang's requests always have theirs."""
 
 
 @dataclass(frozen=True)
@@ -200,6 +203,7 @@ class _Generate(_Body):
     rid: list[_Id] | None = None
     return_logprob: bool = False
     stream: Literal[False] = False
+    record: bool = True
 
 
 class _Nothing(_Body):
@@ -362,6 +366,7 @@ class RolloutFront:
                 "siteTable": self._digest,
                 "weight_version": None if version is None else str(version),
                 "max_total_tokens": self._backend.max_tokens,
+                "cpuSeconds": time.process_time(),
             }
             | self._backend.details()
         )
@@ -387,6 +392,7 @@ class RolloutFront:
                 seed=params.sampling_seed,
                 # As in SGLang, ignore_eos turns off every stop token.
                 stop_token_ids=() if params.ignore_eos else tuple(params.stop_token_ids),
+                record=body.record,
             )
             for id, prompt, params in zip(ids, body.input_ids, body.sampling_params, strict=True)
         ]

@@ -179,6 +179,10 @@ class StepExporter(Collector):
                 self._show(name, _one(step.rollout_corr.get(name.removeprefix(_CORR))))
             if step.held_out_reward is not None:  # the last evaluation stays until there is another
                 self._show("tracerl_evaluation_reward_mean", _one(step.held_out_reward))
+            if step.baseline is not None and (found := step.baseline.so_far) is not None:
+                bounds = {"estimate": found.ratio, "low": found.low, "high": found.high}
+                self._show("tracerl_baseline_overhead_ratio", bounds)
+                self._show("tracerl_baseline_pairs", _one(found.pairs))
             for name, read in _COUNTERS.items():
                 totals = self._values[name]
                 for labels, value in by_labels(read(step)).items():

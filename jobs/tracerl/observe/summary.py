@@ -29,14 +29,8 @@ from tracerl.api.resolved import write_atomically
 from tracerl.observe import text
 from tracerl.observe.redact import redact
 from tracerl.observe.run import Run
-from tracerl.rl.steprecord import Expectation, StepRecord
-
-# Two-sided 95 % quantiles of Student's t for 1 to 30 degrees of freedom; beyond, the normal's.
-_T95 = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
-    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
-)  # fmt: skip
-_Z95 = 1.960
+from tracerl.rl.intervals import Z95, t95
+from tracerl.rl.steprecord import BaselineOverhead, Expectation, StepRecord
 
 
 class _Frozen(BaseModel):
@@ -125,6 +119,8 @@ class Summary(_Frozen):
     tokens_per_second: float | None
     seconds: MeanSeconds | None
     overhead_ratio: float | None
+    baseline_overhead: BaselineOverhead | None
+    """By `observe.baselineEvery`; null without, and before the second pair."""
     restarts: int
     store_restarts: int
     """Of record stores, since the run was started or resumed last."""
@@ -149,9 +145,9 @@ def wilson(mean: float, n: int) -> Estimate:
     """
     if n < 1 or not 0 <= mean <= 1:
         return Estimate(mean=mean, low=None, high=None, n=n, over="prompts")
-    z2 = _Z95 * _Z95
+    z2 = Z95 * Z95
     centre = (mean + z2 / (2 * n)) / (1 + z2 / n)
-    half = _Z95 / (1 + z2 / n) * math.sqrt(mean * (1 - mean) / n + z2 / (4 * n * n))
+    half = Z95 / (1 + z2 / n) * math.sqrt(mean * (1 - mean) / n + z2 / (4 * n * n))
     return Estimate(mean=mean, low=max(centre - half, 0.0), high=min(centre + half, 1.0), n=n, over="prompts")
 
 
@@ -163,8 +159,7 @@ def over_seeds(values: Iterable[float | None]) -> Estimate | None:
     mean, n = fmean(known), len(known)
     if n == 1:
         return Estimate(mean=mean, low=None, high=None, n=1, over="seeds")
-    quantile = _T95[n - 2] if n - 2 < len(_T95) else _Z95
-    half = quantile * stdev(known) / math.sqrt(n)
+    half = t95(n - 1) * stdev(known) / math.sqrt(n)
     return Estimate(mean=mean, low=mean - half, high=mean + half, n=n, over="seeds")
 
 
@@ -295,6 +290,7 @@ def summarize(run: Run) -> Summary:
         tokens_per_second=sum(step.response_tokens for step in steps) / time if time else None,
         seconds=seconds,
         overhead_ratio=overhead,
+        baseline_overhead=next((s.baseline.so_far for s in reversed(steps) if s.baseline), None),
         restarts=max((step.restarts for step in steps), default=0),
         store_restarts=_restarts(run, Role.STORE),
         trainer_restarts=_restarts(run, Role.TRAINER),
@@ -382,6 +378,15 @@ def facts(summary: Summary) -> list[tuple[str, str]]:
             )
         )
         lines.append(("Overhead", overhead_line(summary)))
+    if found := summary.baseline_overhead:
+        interval = f"{text.share(found.low)} to {text.share(found.high)}"
+        lines.append(
+            (
+                "Overhead, A/B",
+                f"{text.share(found.ratio)} of CPU time; 95 % {interval}, over {found.pairs} steps that were "
+                "done without records as well",
+            )
+        )
     counts = f"{summary.restarts} of rollouts, {summary.store_restarts} of record stores"
     resumed = f"; went on from a checkpoint {_times(summary.resumes)}" if summary.resumes else ""
     lines.append(("Restarts", f"{counts}, {summary.trainer_restarts} of the trainer{resumed}"))

@@ -12,7 +12,10 @@ from tracerl.api.constants import Reason
 from tracerl.api.errors import JobError
 from tracerl.api.job import Expect
 from tracerl.engines.base import EngineStats, RecordCounts
+from tracerl.rl.intervals import ratio_of_sums
 from tracerl.rl.steprecord import (
+    Baseline,
+    BaselineOverhead,
     Expectation,
     Lengths,
     Overhead,
@@ -49,6 +52,8 @@ class Totals(BaseModel):
     reward_last: float | None = None
     held_out_first: float | None = None
     held_out_last: float | None = None
+    baseline_pairs: list[tuple[float, float]] = []
+    """Of each step with a baseline: CPU seconds that records took, and those of the whole step."""
 
     def add(self, record: StepRecord) -> None:
         """Count a step."""
@@ -67,6 +72,8 @@ class Totals(BaseModel):
         self.record_bytes += record.records.bytes
         self.rows += record.records.rows
         self.rows_missing += record.records.rows_missing
+        if record.baseline is not None:
+            self.baseline_pairs = pairs_with(self.baseline_pairs, record.baseline)
         if self.reward_first is None:
             self.reward_first = record.reward.mean
         self.reward_last = record.reward.mean
@@ -94,6 +101,11 @@ class Totals(BaseModel):
         return _ratio(self.overhead_seconds, self.critical_path_seconds)
 
     @property
+    def baseline_overhead(self) -> BaselineOverhead | None:
+        """Overhead by the steps that were done without records as well; None for fewer than two."""
+        return overhead_of(self.baseline_pairs)
+
+    @property
     def bytes_per_token(self) -> float | None:
         """Record bytes a row."""
         return _ratio(self.record_bytes, self.rows)
@@ -102,6 +114,20 @@ class Totals(BaseModel):
     def tokens_per_second(self) -> float | None:
         """Trained response tokens a second of critical path."""
         return _ratio(self.response_tokens, self.critical_path_seconds)
+
+
+def pairs_with(pairs: Sequence[tuple[float, float]], step: Baseline) -> list[tuple[float, float]]:
+    """Add a step to pairs of what records took and what the whole step did."""
+    return [*pairs, (step.recorded_seconds - step.bare_seconds, step.step_seconds)]
+
+
+def overhead_of(pairs: Sequence[tuple[float, float]]) -> BaselineOverhead | None:
+    """Give the overhead by such pairs."""
+    found = ratio_of_sums(pairs)
+    if found is None:
+        return None
+    ratio, low, high = found
+    return BaselineOverhead(ratio=ratio, low=low, high=high, pairs=len(pairs))
 
 
 def _ratio(numerator: float, denominator: float) -> float | None:
@@ -193,6 +219,7 @@ class StepContext:
     groups_dropped: int
     restarts: int
     held_out_reward: float | None
+    baseline: Baseline | None
 
 
 def step_record(
@@ -260,6 +287,7 @@ def step_record(
         ),
         seconds=parts,
         overhead=overhead,
+        baseline=context.baseline,
         restarts=context.restarts,
     )
 

@@ -71,8 +71,11 @@ class Generator:
         self._regenerated: Counter[int] = Counter()
         self._told_congested = False
 
-    async def groups(self, indices: Sequence[int]) -> list[Group]:
-        """Generate groups with one request to one replica, and score them."""
+    async def groups(self, indices: Sequence[int], *, record: bool = True) -> list[Group]:
+        """Generate groups with one request to one replica, and score them.
+
+        Without `record` they are those of a baseline, whose trajectories have no records.
+        """
         algorithm = self._spec.algorithm
         items = await asyncio.to_thread(self._task.train, indices)
         each = range(algorithm.samples_per_prompt)
@@ -83,18 +86,19 @@ class Generator:
             for sample in each
         ]
         # Frames of what is generated again must not be taken for those of the attempt before.
+        turn = "" if record else "-baseline"
         ids = [
-            f"{self._run_id}-{index}-{sample}-{self._regenerated[index]}"
+            f"{self._run_id}-{index}-{sample}-{self._regenerated[index]}{turn}"
             for index in indices
             for sample in each
         ]
         owners = [item for item in items for _ in each]
-        generations = await self._generate(indices[0], prompts, sampling, ids)
+        generations = await self._generate(indices[0], prompts, sampling, ids, record=record)
         generated_at = time.perf_counter()
         trajectories = [
             _trajectory(prompt, generation) for prompt, generation in zip(prompts, generations, strict=True)
         ]
-        if self._loader is not None:
+        if self._loader is not None and record:
             self._loader.prefetch(trajectories)
         rewards = await asyncio.to_thread(self._score, owners, generations)
         samples = [
@@ -191,12 +195,14 @@ class Generator:
         prompts: Sequence[list[int]],
         sampling: Sequence[Sampling],
         ids: Sequence[str],
+        *,
+        record: bool = True,
     ) -> list[Generation]:
         """Generate until nothing of it was lost or aborted."""
         for attempt in range(_ATTEMPTS):
             tried = [f"{id}-{attempt}" for id in ids]
             try:
-                found = await self._rollouts.generate(replica, prompts, sampling, tried)
+                found = await self._rollouts.generate(replica, prompts, sampling, tried, record=record)
             except ReplicaLostError:
                 await self._tell(self._source.forget, tried)
                 await asyncio.sleep(_PAUSE_SECONDS)
@@ -258,6 +264,15 @@ def encode_prompt(tokenizer: Tokenizer, item: Item, algorithm: Algorithm) -> lis
             f"{algorithm.max_prompt_tokens}; raise it or shorten the prompt",
         )
     return ids
+
+
+def by_replica(indices: Sequence[int], replicas: int) -> list[list[int]]:
+    """Deal groups out so that each replica is asked once, as the synchronous mode does.
+
+    What is batched with what is then no matter of timing, and neither is the last bit of any sum.
+    """
+    parts = [[index for index in indices if index % replicas == replica] for replica in range(replicas)]
+    return [part for part in parts if part]
 
 
 class Groups(Protocol):
@@ -357,15 +372,10 @@ class Batches:
             else:
                 indices.append(self._next)
                 self._next += 1
-        # The synchronous mode asks each replica once: what is batched with what is then no matter of timing,
-        # and neither is the last bit of any sum. Otherwise each group returns as soon as it is done.
-        if self._algorithm.max_version_diff == 0:
-            parts = [[i for i in indices if i % self._replicas == r] for r in range(self._replicas)]
-        else:
-            parts = [[index] for index in indices]
-        for part in parts:
-            if part:
-                self._fly(part)
+        # Otherwise than in the synchronous mode, each group returns as soon as it is done.
+        together = self._algorithm.max_version_diff == 0
+        for part in by_replica(indices, self._replicas) if together else [[index] for index in indices]:
+            self._fly(part)
 
     def _fly(self, indices: Sequence[int]) -> None:
         self._flying.update(indices)

@@ -402,6 +402,21 @@ class RecordLoader:
                     self._prefixes.pop_oldest()
 
 
+class NoRecords:
+    """The loader of trajectories that have no records."""
+
+    def announce(self, batches: Sequence[Sequence[Trajectory]]) -> None:
+        """There is nothing to load."""
+
+    def load(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """Return the trajectories as they are."""
+        return list(trajectories)
+
+    def take_counts(self) -> RecordCounts:
+        """Nothing is counted."""
+        return RecordCounts()
+
+
 @contextmanager
 def open_loader(
     resolved: ResolvedJob, shape: ModelShape, run_id: str, name: str

@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -21,13 +22,15 @@ from tracerl.api.constants import Reason
 from tracerl.api.errors import InputError, JobError, TraceRLError
 from tracerl.api.resolved import ResolvedJob
 from tracerl.engines.base import RecordCounts, TrainerEngine
+from tracerl.engines.client import RolloutError
 from tracerl.engines.hf import write_model
 from tracerl.methods import plan
 from tracerl.records.sites import audit_table, site_table
 from tracerl.rl.account import StepContext, Totals, broken, expectations, step_record, transport_of
+from tracerl.rl.baseline import Pair
 from tracerl.rl.checkpoint import Checkpoints
 from tracerl.rl.generation import Batches, Generator, encode_prompt
-from tracerl.rl.loading import LEADER, RecordLoader, open_loader
+from tracerl.rl.loading import LEADER, NoRecords, RecordLoader, open_loader
 from tracerl.rl.parallel import LeadingEngine
 from tracerl.rl.rollouts import Rollouts, open_rollouts
 from tracerl.rl.steprecord import EventRecord, FinishRecord, StartRecord
@@ -112,6 +115,7 @@ async def run_loop(
         loop = _Loop(
             resolved,
             leading,
+            LeadingEngine(engine, NoRecords(), run_id=run_id),
             log,
             run_id=run_id,
             task=task,
@@ -151,6 +155,7 @@ class _Loop:
         self,
         resolved: ResolvedJob,
         engine: LeadingEngine,
+        bare: LeadingEngine,
         log: Log,
         *,
         run_id: str,
@@ -161,7 +166,7 @@ class _Loop:
         loader: RecordLoader | None,
     ) -> None:
         self._resolved, self._spec = resolved, resolved.job.spec
-        self._engine, self._log = engine, log
+        self._engine, self._bare, self._log = engine, bare, log
         self._run_id, self._task, self._tokenizer = run_id, task, tokenizer
         self._trainer = trainer
         self._source, self._loader = source, loader
@@ -189,14 +194,15 @@ class _Loop:
         """Leave the trained model where the run's results are; JobError when it cannot be written."""
         directory = self._resolved.layout.model
         try:
-            await self._compute(lambda: write_model(directory, self._engine.shape, self._engine.export()))
+            await self.compute(lambda: write_model(directory, self._engine.shape, self._engine.export()))
         except (OSError, SafetensorError) as error:
             raise JobError(
                 Reason.CHECKPOINT_FAILED,
                 f"{directory} cannot be written ({error}); free some space and use --resume",
             ) from error
 
-    async def _compute(self, work: Callable[[], T]) -> T:
+    async def compute(self, work: Callable[[], T]) -> T:
+        """Run something on the engine's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._trainer, work)
 
     def _event(self, reason: str, message: str) -> None:
@@ -216,10 +222,10 @@ class _Loop:
             )
         for item in self._task.known_items():
             encode_prompt(self._tokenizer, item, self._spec.algorithm)
-        resumed = await self._compute(self._restore)
+        resumed = await self.compute(self._restore)
         warmup = WarmupResult(self._spec.warmup.steps, 0.0, cached=True)
         if not resumed:
-            warmup = await self._compute(self._warm_up)
+            warmup = await self.compute(self._warm_up)
         self._state.run_ids.append(self._run_id)
         async with open_rollouts(
             self._resolved,
@@ -334,18 +340,24 @@ class _Loop:
         ended = time.perf_counter()
         while self._state.step < algorithm.steps:
             version = self._state.step
+            pair = self._pair(rollouts, generator, version)
+            if pair is not None:
+                async with self._stepping:
+                    await pair.begin()
             await batches.submit(version)
             waiting = time.perf_counter()
             groups = await batches.take(version)
             _split_wait(timer, groups, waiting, time.perf_counter())
             async with self._stepping:
-                outcome = await self._compute(partial(learner.step, groups, version, timer))
+                outcome = await self.compute(partial(learner.step, groups, version, timer))
                 await self._check_missing(outcome.engine.records, version + 1, groups, generator)
-                held_out = await self._unless_asked_to_stop(
-                    self._publish(rollouts, generator, batches, groups, timer)
+                if pair is not None:
+                    await pair.trained()
+                held_out = await self.unless_asked_to_stop(
+                    self._publish(rollouts, generator, batches, groups, timer=timer, pair=pair)
                 )
                 now = time.perf_counter()
-                timer.seconds["total"], ended = now - ended, now
+                timer.seconds["total"], ended = now - ended - (pair.aside if pair else 0.0), now
                 context = StepContext(
                     run_id=self._run_id,
                     time=time.time(),
@@ -356,6 +368,10 @@ class _Loop:
                     groups_dropped=batches.dropped,
                     restarts=rollouts.restarts,
                     held_out_reward=held_out,
+                    # Processes that were started again in the middle did more than the step.
+                    baseline=pair.result(self._state.totals.baseline_pairs)
+                    if pair is not None and rollouts.restarts == self._state.restarts
+                    else None,
                 )
                 usage = await asyncio.to_thread(self._source.usage)
                 transport = transport_of(usage, outcome.engine.records.read, batches.waits)
@@ -370,27 +386,64 @@ class _Loop:
                     with timer.part("checkpoint"):
                         await self._checkpoint()
 
+    def _is_pair(self, version: int) -> bool:
+        """Whether the step that trains `version` has a baseline; never the first, which is like no other."""
+        every = self._spec.observe.baseline_every
+        return every > 0 and version > 0 and (version + 1) % every == 0
+
+    def _pair(self, rollouts: Rollouts, generator: Generator, version: int) -> Pair | None:
+        if not self._is_pair(version):
+            return None
+        size = self._spec.algorithm.prompts_per_step
+        return Pair(
+            self,
+            self._bare,
+            Learner(self._bare, replace(self._plan, guided=False), self._spec),
+            partial(generator.groups, record=False),
+            partial(self._cpu_seconds, rollouts),
+            version=version,
+            indices=range(version * size, (version + 1) * size),
+            replicas=len(rollouts),
+            bare_first=(version + 1) // self._spec.observe.baseline_every % 2 == 1,
+        )
+
+    async def _cpu_seconds(self, rollouts: Rollouts) -> float | None:
+        """CPU time of rollouts, record stores and this process so far; None when one does not answer."""
+        try:
+            rollout = await rollouts.cpu_seconds()
+        except RolloutError:
+            return None
+        store = (await asyncio.to_thread(self._source.usage)).cpu_seconds
+        return rollout + store + time.process_time()
+
     async def _publish(
         self,
         rollouts: Rollouts,
         generator: Generator,
         batches: Batches,
         groups: Sequence[Group],
+        *,
         timer: Timer,
+        pair: Pair | None,
     ) -> float | None:
         """Give the rollouts the new weights and prompts; returns the held-out reward when it is due."""
         version = self._state.step + 1
         with timer.part("push_weights"):
             await rollouts.push(version, self._engine.export())
+        if pair is not None:
+            await pair.pushed()
         # Released first: prompts may have waited for the room.
         await generator.release(groups)
-        await batches.submit(version)
+        if pair is not None:
+            await pair.released()
+        if not self._is_pair(version):
+            await batches.submit(version)
         if not (self._evaluation_items and self._evaluation_due(version)):
             return None
         with timer.part("evaluate"):
             return await generator.evaluate(self._evaluation_items, version)
 
-    async def _unless_asked_to_stop(self, work: Coroutine[Any, Any, T]) -> T | None:
+    async def unless_asked_to_stop(self, work: Coroutine[Any, Any, T]) -> T | None:
         """Wait for what the rollouts do; not when the loop is to stop, for they may be going too."""
         running, asked = asyncio.ensure_future(work), asyncio.ensure_future(self._asked.wait())
         try:
@@ -434,7 +487,7 @@ class _Loop:
     async def _checkpoint(self) -> None:
         # Before the checkpoint, so that a resumed run finds every step up to it in the log.
         self._log.sync()
-        await self._compute(self._save)
+        await self.compute(self._save)
         self._saved = self._state.step
         self._log.saved(self._saved)
 
@@ -480,6 +533,7 @@ class _Loop:
             gap_unguided_mean=totals.gap_unguided,
             gap_ratio=totals.gap_ratio,
             overhead_ratio=totals.overhead_ratio,
+            baseline_overhead=totals.baseline_overhead,
             rows_missing=totals.rows_missing,
             record_bytes_per_token=totals.bytes_per_token,
             tokens_per_second=totals.tokens_per_second,

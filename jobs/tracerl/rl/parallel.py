@@ -43,7 +43,7 @@ from tracerl.engines.base import (
 )
 from tracerl.records.pairing import read_entries
 from tracerl.rl.dealing import deal
-from tracerl.rl.loading import RecordLoader, open_loader
+from tracerl.rl.loading import NoRecords, RecordLoader, open_loader
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -179,7 +179,7 @@ class LeadingEngine:
     def __init__(
         self,
         engine: TrainerEngine,
-        loader: RecordLoader,
+        loader: RecordLoader | NoRecords,
         *,
         run_id: str,
         nodes: Sequence[str | None] = (None,),
@@ -369,7 +369,7 @@ def _with_gradient(logp: Tensor, gradient: Tensor) -> Tensor:
     return (logp * gradient[:, : logp.shape[1]].to(logp.device)).sum()
 
 
-def _stats(engine: TrainerEngine, loader: RecordLoader) -> EngineStats:
+def _stats(engine: TrainerEngine, loader: RecordLoader | NoRecords) -> EngineStats:
     return replace(engine.stats(), records=loader.take_counts())
 
 

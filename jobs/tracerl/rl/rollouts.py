@@ -131,13 +131,19 @@ class Rollouts:
                     await self._check(replica)
 
     async def generate(
-        self, number: int, prompts: Sequence[Sequence[int]], sampling: Sequence[Sampling], ids: Sequence[str]
+        self,
+        number: int,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[Sampling],
+        ids: Sequence[str],
+        *,
+        record: bool = True,
     ) -> list[Generation]:
         """Generate on replica `number` modulo their count; ReplicaLostError when it was lost meanwhile."""
         replica = self._replicas[number % len(self._replicas)]
         await replica.up.wait()
         lost = asyncio.ensure_future(replica.lost.wait())
-        call = asyncio.ensure_future(replica.client.generate_batch(prompts, sampling, ids=ids))
+        call = asyncio.ensure_future(replica.client.generate_batch(prompts, sampling, ids=ids, record=record))
         try:
             await asyncio.wait((call, lost), return_when=asyncio.FIRST_COMPLETED)
             if not call.done():
@@ -152,6 +158,11 @@ class Rollouts:
         finally:
             lost.cancel()
             call.cancel()
+
+    async def cpu_seconds(self) -> float:
+        """CPU time of all replicas' processes so far. RolloutError when one does not say it."""
+        infos = await asyncio.gather(*(replica.client.info() for replica in self._replicas))
+        return sum(info.cpu_seconds or 0.0 for info in infos)
 
     async def push(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Give all replicas the weights of a version; what runs is retracted and goes on with them.

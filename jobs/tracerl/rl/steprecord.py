@@ -210,6 +210,36 @@ class Overhead(_Record):
         }
 
 
+class BaselineOverhead(_Record):
+    """What a step takes with records that it does not take without, as a share of it, in CPU time.
+
+    The interval is of 95 %: `tracerl.rl.intervals.ratio_of_sums` over the pairs.
+    """
+
+    ratio: float
+    low: float
+    high: float
+    pairs: int
+
+
+class Baseline(_Record):
+    """A step that was also done without records, on the same prompts and weights: CPU seconds.
+
+    They are those of rollouts, record stores and trainer. Both sides generate, score and train, and the
+    update of the side without is thrown away. Neither side has evaluation and checkpoint.
+    """
+
+    recorded_seconds: float
+    bare_seconds: float
+    """Without records."""
+    step_seconds: float
+    """`recorded_seconds` and the push of weights, which only the recorded step does: the whole step."""
+    bare_first: bool
+    """Which side came first, in turns."""
+    so_far: BaselineOverhead | None
+    """Over all pairs of the run up to this one; null for the first."""
+
+
 class StepRecord(_Record):
     """One optimisation step."""
 
@@ -252,6 +282,8 @@ class StepRecord(_Record):
     mismatch: tuple[SiteMismatch, ...] = ()
     seconds: StepSeconds
     overhead: Overhead
+    baseline: Baseline | None = None
+    """Of every `observe.baselineEvery`-th step; null where a rollout was restarted in the middle."""
     restarts: int
     """Rollout restarts and instance changes of the job so far."""
 
@@ -323,6 +355,7 @@ class FinishRecord(_Record):
     gap_ratio: float | None
     overhead_ratio: float | None
     """Sum of the three numbers over the sum of the critical paths."""
+    baseline_overhead: BaselineOverhead | None = None
     rows_missing: int
     record_bytes_per_token: float | None
     tokens_per_second: float | None

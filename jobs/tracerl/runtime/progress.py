@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tracerl.api.job import Expectation, Progress
+from tracerl.api.job import Expectation, OverheadParts, Progress
 from tracerl.api.pods import PROGRESS_KEY
 from tracerl.rl.steprecord import FinishRecord, StepRecord
 
@@ -48,6 +48,9 @@ def progress_of(step: StepRecord) -> Progress:
         tokens_per_second=_decimal(step.tokens_per_second),
         step_seconds=_decimal(step.seconds.total),
         overhead_ratio=_decimal(step.overhead.ratio),
+        overhead_parts=OverheadParts(
+            **{name: _decimal(share) for name, share in step.overhead.part_ratios.items()}
+        ),
         record_bytes_per_token=_decimal(step.records.bytes_per_token),
         updated_at=datetime.fromtimestamp(step.time, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     )

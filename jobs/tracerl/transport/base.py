@@ -64,6 +64,8 @@ class Usage:
     """Whether new generation should wait: producers would find no room soon."""
     counters: dict[str, int] = field(default_factory=dict)
     """Totals since the object was made: bytes and frames by path, retries, what was lost."""
+    cpu_seconds: float = 0.0
+    """CPU time of the store's process so far; 0 where there is none."""
 
 
 class FrameSink(Protocol):

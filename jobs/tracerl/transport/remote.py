@@ -170,6 +170,7 @@ class RemoteSource:
             frame_bytes=found["frameBytes"],
             congested=found["congested"],
             counters=counters,
+            cpu_seconds=found["cpuSeconds"],
         )
 
     def pages(self) -> Iterator[list[Listed]]:

@@ -146,6 +146,7 @@ class RecordSources:
                 total.frames + found.frames,
                 total.frame_bytes + found.frame_bytes,
                 total.congested or found.congested,
+                cpu_seconds=total.cpu_seconds + found.cpu_seconds,
             )
             counters.update({_COUNTERS.get(name, name): total for name, total in found.counters.items()})
         return replace(total, counters=dict(counters))

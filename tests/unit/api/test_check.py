@@ -436,7 +436,37 @@ BAD: list[tuple[list[str], str, str]] = [
         "spec.rollout.parallelism.data",
         "does not run with SGLang",
     ),
-    (["spec.observe.baselineEvery=2"], "spec.observe.baselineEvery", "write 0"),
+    (["spec.observe.baselineEvery=2"], "spec.observe.baselineEvery", "or spec.algorithm.maxVersionDiff: 0"),
+    (
+        ["spec.observe.baselineEvery=999999"],
+        "spec.observe.baselineEvery",
+        "too few for an interval; write at most",
+    ),
+    (
+        ["spec.observe.baselineEvery=2", "spec.algorithm.staleness=Drop"],
+        "spec.observe.baselineEvery",
+        "or spec.algorithm.staleness: Wait",
+    ),
+    (
+        ["spec.observe.baselineEvery=2", "spec.records.auditEvery=4"],
+        "spec.observe.baselineEvery",
+        "or spec.records.auditEvery: 0",
+    ),
+    (
+        ["spec.observe.baselineEvery=2", "spec.rollout.engine=SGLang"],
+        "spec.observe.baselineEvery",
+        "or spec.rollout.engine: Reference",
+    ),
+    (
+        ["spec.observe.baselineEvery=2", "spec.trainer.engine=Megatron"],
+        "spec.observe.baselineEvery",
+        "or spec.trainer.engine: Reference",
+    ),
+    (
+        ["spec.observe.baselineEvery=2", "spec.trainer.nodes=2", "spec.trainer.parallelism.data=2"],
+        "spec.observe.baselineEvery",
+        "or spec.trainer.parallelism.data: 1",
+    ),
     (["spec.model.uri=hf://Qwen/Qwen3-30B-A3B"], "spec.model.uri", "write builtin://NAME, or file:///PATH"),
 ]
 

@@ -16,9 +16,18 @@ from tracerl.api.constants import METRICS, OPEN_LABELS, Role
 from tracerl.api.job import RatioFrom
 from tracerl.observe.metrics import MetricsServer, StepExporter
 from tracerl.rl.ratio import importance, rollout_corr
-from tracerl.rl.steprecord import Records, Staleness, StepRecord
+from tracerl.rl.steprecord import Baseline, BaselineOverhead, Records, Staleness, StepRecord
 
 TRAINER = {spec.name: spec for spec in METRICS if spec.source is Role.TRAINER}
+
+
+BASELINE = Baseline(
+    recorded_seconds=2.1,
+    bare_seconds=2.0,
+    step_seconds=2.2,
+    bare_first=True,
+    so_far=BaselineOverhead(ratio=0.05, low=0.03, high=0.07, pairs=6),
+)
 
 
 def measured_corr() -> dict[str, float]:
@@ -43,10 +52,12 @@ def scrape(exporter: StepExporter) -> dict[str, tuple[str, list[tuple[dict[str, 
 
 def test_every_trainer_metric_is_exported_with_its_type_and_labels_and_nothing_else() -> None:
     exporter = StepExporter(job_of())
-    exporter.observe(make_step(10, rollout_corr=measured_corr()))
+    exporter.observe(make_step(10, rollout_corr=measured_corr(), baseline=BASELINE))
     exporter.observe(make_step(12, rollout_corr=measured_corr()))
     found = scrape(exporter)
     assert set(found) == set(TRAINER)
+    bounds = {labels["bound"]: value for labels, value in found["tracerl_baseline_overhead_ratio"][1]}
+    assert bounds == {"estimate": 0.05, "low": 0.03, "high": 0.07}
     for name, (kind, samples) in found.items():
         assert kind == TRAINER[name].type
         assert all(set(labels) == set(TRAINER[name].labels) for labels, _ in samples)

@@ -42,9 +42,12 @@ class CaptureHooks(PlainHooks):
         super().__init__(shape)
         self._capture = SiteCapture(shape.layers, plan, quantization, table, audit_table)
 
-    def begin(self, audited: Tensor | None) -> None:
-        """Start a forward pass; `audited` int64 [A] are the rows of the stream that are audited, if any."""
-        self._capture.begin(audited)
+    def begin(self, audited: Tensor | None, *, recording: bool = True) -> None:
+        """Start a forward pass; `audited` int64 [A] are the rows of the stream that are audited, if any.
+
+        Without `recording`, no `finish` follows.
+        """
+        self._capture.begin(audited, recording=recording)
 
     def finish(self, rows: int) -> tuple[Captured, Captured | None]:
         """Rows [rows, …] of the site table and, when rows are audited, [A, …] of the audit table."""

@@ -52,6 +52,7 @@ class Request:
     """0 .. 2**64 - 1."""
     stop_token_ids: tuple[int, ...]
     deliver: Callable[[Finished | Broken], None]
+    recorded: bool = True
     audited: bool = False
     submission: int = -1
     """Which call of `submit` it came with: whoever made that loses all of its requests or none."""
@@ -159,6 +160,7 @@ class Scheduler:
         self._temperature: npt.NDArray[np.float32] = np.ones(slots, np.float32)
         self._stop: npt.NDArray[np.int64] = np.full((slots, 1), -1)
         """Stop tokens, padded with -1."""
+        self._recorded: npt.NDArray[np.bool_] = np.ones(slots, np.bool_)
         self._audited: npt.NDArray[np.bool_] = np.zeros(slots, np.bool_)
         self._seconds: npt.NDArray[np.float64] = np.zeros((slots, 2))
         """capture and pack."""
@@ -316,7 +318,7 @@ class Scheduler:
             if self.failure or self._stopping:
                 request.deliver(self.failure or _STOPPED)
                 continue
-            if self._audit_every:
+            if self._audit_every and request.recorded:
                 request.audited = next(self._enqueued) % self._audit_every == 0
             request.submission = submission
             self._waiting.append(request)
@@ -356,7 +358,7 @@ class Scheduler:
         self._limit[slot] = len(request.prompt) + request.max_new_tokens
         self._seed[slot] = request.seed
         self._temperature[slot] = request.temperature
-        self._audited[slot] = request.audited
+        self._recorded[slot], self._audited[slot] = request.recorded, request.audited
         self._seconds[slot] = 0
         stops = request.stop_token_ids
         if (more := len(stops) - self._stop.shape[1]) > 0:
@@ -419,6 +421,7 @@ class Scheduler:
                 self._seed,
                 self._temperature,
                 self._stop,
+                self._recorded,
                 self._audited,
                 self._seconds,
             ):
@@ -430,7 +433,8 @@ class Scheduler:
         self._count = count
 
     def _buffers_of(self, request: Request) -> list[RowBuffer]:
-        return self._buffers if request.audited else self._buffers[:1]
+        """Where the rows of a request are: its records', and its audit's."""
+        return self._buffers[: request.recorded + request.audited]
 
     # -- steps --------------------------------------------------------------------------------------------
 
@@ -442,10 +446,12 @@ class Scheduler:
 
         # Samples of one prompt share their prefill and its frames: it is computed in the first one's slot and
         # copied. Those that came together, that is: frames are forgotten with the requests of a lost call.
-        first: dict[tuple[int, bool, tuple[int, ...]], int] = {}
+        first: dict[tuple[int, bool, bool, tuple[int, ...]], int] = {}
         source = np.array(
             [
-                first.setdefault((request.submission, request.audited, tuple(request.prompt)), index)
+                first.setdefault(
+                    (request.submission, request.recorded, request.audited, tuple(request.prompt)), index
+                )
                 if request.saved is None
                 else index
                 for index, request in enumerate(batch)
@@ -487,7 +493,8 @@ class Scheduler:
         for cached in (self._cache.k, self._cache.v):
             for layer in cached:
                 layer[target_C, :, :longest] = layer[source_C, :, :longest]
-        self._buffers[0].copy(source, target, longest)
+        if (recorded := self._recorded[target]).any():
+            self._buffers[0].copy(source[recorded], target[recorded], longest)
         if (audited := self._audited[target]).any():
             self._buffers[1].copy(source[audited], target[audited], longest)
 
@@ -512,7 +519,14 @@ class Scheduler:
     def _forward(
         self, tokens_N: Tensor, attention: Prefill | Decode, slot_N: Tensor, *, audited: bool
     ) -> Tensor:
-        """Run the model over a stream of tokens and store the rows; row i of the stream is of slot_N[i]."""
+        """Run the model over a stream of tokens and store the rows; row i of the stream is of slot_N[i].
+
+        Rows are stored when any of them is recorded; those of other requests go into no frame.
+        """
+        if not self._recorded[slot_N.numpy()].any():
+            self._hooks.begin(None, recording=False)
+            alone: Tensor = self._model(tokens_N, attention, self._hooks)
+            return alone
         hooks, buffers, rows = self._hooks, self._buffers, len(tokens_N)
         capture, pack = hooks.capture_seconds, hooks.pack_seconds
         audited_A = None
@@ -561,7 +575,7 @@ class Scheduler:
         frames: list[FrameRows] = []
         for buffer in self._buffers:
             # An audited request's whole codes are in the second buffer.
-            having = slots if buffer is self._buffers[0] else slots[self._audited[slots]]
+            having = slots[(self._recorded if buffer is self._buffers[0] else self._audited)[slots]]
             due = having[self._length[having] - 1 - buffer.emitted[having] >= self._chunk]
             for slot in due.tolist():
                 frames += self._frames(slot, buffer, whole_chunks=True)

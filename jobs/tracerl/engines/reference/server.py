@@ -184,6 +184,7 @@ class RolloutServer:
                 seed=secrets.randbits(64) if ask.seed is None else ask.seed,
                 stop_token_ids=ask.stop_token_ids,
                 deliver=partial(waiting.take, index),
+                recorded=ask.record,
             )
             for index, ask in enumerate(asks)
         ]

@@ -23,6 +23,7 @@ import os
 import secrets
 import socket
 import struct
+import time
 from collections import Counter, deque
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -301,6 +302,7 @@ class RingServer:
             frame_bytes=sum(counts.frame_bytes.values()),
             congested=bool(self._waiting) or self._segments.free < max(1, self._count // 16),
             counters=dict(self._counters),
+            cpu_seconds=time.process_time(),
         )
 
     def status(self) -> StoreStatus:

@@ -257,6 +257,7 @@ class StoreServer:
                 "frames": usage.frames,
                 "frameBytes": usage.frame_bytes,
                 "congested": usage.congested,
+                "cpuSeconds": usage.cpu_seconds,
             }
         )
 
