@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,8 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file
 
+from tracerl.api.constants import METRICS
 from tracerl.engines.hf import read_tensors
 
 SECONDS = 90.0
@@ -142,6 +145,35 @@ def steps(run: Path) -> list[int]:
     return [json.loads(line)["step"] for line in lines if line.endswith("\n")]
 
 
+Scrape = dict[str, dict[tuple[str, ...], float]]
+"""Values by metric and label values."""
+
+
+def scrape(run: Path, process: str) -> Scrape | None:
+    """What a process of a run exposes; None while it does not answer."""
+    try:
+        endpoint = json.loads((run / f"endpoints/{process}-0.json").read_text())
+        token = {"Authorization": f"Bearer {(run / 'token').read_text().strip()}"}
+        with urllib.request.urlopen(
+            urllib.request.Request(f"{endpoint['url']}/metrics", headers=token)
+        ) as answer:
+            families = list(text_string_to_metric_families(answer.read().decode()))
+    except OSError:
+        return None
+    return {
+        f"{family.name}_total" if family.type == "counter" else family.name: {
+            tuple(sample.labels.values()): sample.value for sample in family.samples
+        }
+        for family in families
+    }
+
+
+def trained_tokens(run: Path, after: int, last: float) -> int:
+    """Generated tokens of steps after+1..last by the run log."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return sum(line["response_tokens"] for line in lines if after < line["step"] <= last)
+
+
 def events(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
 
@@ -225,13 +257,33 @@ def test_a_run_that_is_hit_by_everything(tracerl, tmp_path):
     code, out, error = tracerl("records", "verify", "out").finish()
     assert (code, error) == (0, "")
     assert re.fullmatch(r"([\d,]+) of \1 frames are whole: .* bytes(; .* released meanwhile)?\n", out)
-    for name in ("store", "rollout", "trainer"):
+    names = ("store", "rollout", "trainer")
+    counters = [spec for spec in METRICS if spec.type == "counter"]
+    for name in names:
         killed = role(run, name)
         before = steps(run)[-1]
+        earlier = {each: scrape(run, each) for each in names}
         os.kill(killed, signal.SIGKILL)
         # A step of before the kill may still be written, or be computed again: look past it.
         command.until(lambda n=name, k=killed: role(run, n) not in (None, k), f"the {name} is back")
+        # What Prometheus needs: the successor counts from 0, and no other process's counter ever falls.
+        first = command.until(lambda n=name: scrape(run, n), f"metrics of the new {name}")
+        own = [spec.name for spec in counters if spec.source == name]
+        grown = [metric for metric in own if sum(earlier[name][metric].values()) > 0]
+        assert grown
+        assert all(sum(first[metric].values()) < sum(earlier[name][metric].values()) for metric in grown)
         command.until(past(before + 2), f"steps with the new {name}")
+        for each in {*names} - {name}:
+            later = scrape(run, each)
+            for spec in counters:
+                if spec.source == each:
+                    was, now = earlier[each][spec.name], later[spec.name]
+                    assert was.keys() == now.keys() == {*spec.listed()}
+                    assert all(now[labels] >= was[labels] for labels in was), spec.name
+    # All that the new trainer did is in its counter, steps that it did again as well.
+    (resumed,) = [event["resumed_from"] for event in events(run) if event.get("resumed_from")]
+    now = scrape(run, "trainer")
+    assert now["tracerl_trained_tokens_total"][()] == trained_tokens(run, resumed, now["tracerl_step"][()])
     restarted = [event["message"] for event in events(run) if event.get("reason") == "Restarted"]
     assert [message.split()[0] for message in restarted] == ["store-0", "rollout-0", "trainer-0"]
     resumed = [event["resumed_from"] for event in events(run) if event["type"] == "start"]
