@@ -26,10 +26,10 @@ from tracerl.observe.redact import redact, redact_text
 from tracerl.observe.run import Run, labels
 from tracerl.observe.sections import DataTable, Group, Section
 from tracerl.observe.summary import (
-    COMPARISON,
     COMPARISON_NOTE,
     Summary,
     Variant,
+    comparison,
     differences,
     field_text,
     nothing_learned,
@@ -225,9 +225,10 @@ def _one_run(run: Run) -> Page:
 def _several_runs(runs: Sequence[Run]) -> Page:
     made = variants(runs)
     groups = _groups(runs, made)
-    comparison = DataTable(
-        ("Method", *(name for name, _ in COMPARISON)),
-        tuple((one.label, *(show(one) for _, show in COMPARISON)) for one in made),
+    heads, rows = comparison(made)
+    compared = DataTable(
+        ("Method", *(name for name, _ in rows)),
+        tuple((head, *(cells[number] for _, cells in rows)) for number, head in enumerate(heads)),
         " ".join([*(f"{one.note}." for one in made if one.note), COMPARISON_NOTE]),
     )
     equal = DataTable(
@@ -283,7 +284,7 @@ def _several_runs(runs: Sequence[Run]) -> Page:
         banners=(),
         cards=(),
         expectations=(),
-        comparison=comparison,
+        comparison=compared,
         sections=tuple(shown),
         configurations=tuple(
             (f"Resolved job of {name}", _configuration(run))

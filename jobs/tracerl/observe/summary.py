@@ -572,15 +572,46 @@ def _label(run: Run) -> str:
     return variant_of(run.job) if run.job else run.name
 
 
-Column = tuple[str, Callable[[Variant], str]]
+@dataclass(frozen=True)
+class Column:
+    """A figure of the comparison: `estimate` of a variant, shown times `factor`."""
+
+    name: str
+    estimate: Callable[[Variant], Estimate | None]
+    factor: float = 1.0
+    signed: bool = False
+
+    def show(self, one: Variant) -> str:
+        """The figure of a variant."""
+        estimate = self.estimate(one)
+        if estimate is None:
+            return text.UNKNOWN
+        return f"{'+' if self.signed and estimate.mean > 0 else ''}{estimate.show(self.factor)}"
+
+    def show_difference(self, first: Variant, second: Variant) -> str:
+        """What the second has more than the first."""
+        made = difference(self.estimate(first), self.estimate(second))
+        return text.UNKNOWN if made is None else f"{'+' if made.mean > 0 else ''}{made.show(self.factor)}"
 
 
-def _cell(estimate: Estimate | None, factor: float = 1.0) -> str:
-    return text.UNKNOWN if estimate is None else estimate.show(factor)
+def _squared_error(estimate: Estimate) -> float | None:
+    """Variance of a mean over seeds, from its interval."""
+    if estimate.over != "seeds" or estimate.high is None:
+        return None
+    return ((estimate.high - estimate.mean) / t95(estimate.n - 1)) ** 2
 
 
-def _gain(estimate: Estimate | None) -> str:
-    return f"{'+' if estimate and estimate.mean > 0 else ''}{_cell(estimate)}"
+def difference(first: Estimate | None, second: Estimate | None) -> Estimate | None:
+    """The second mean minus the first, with Welch's 95 % interval where both are means over several seeds."""
+    if first is None or second is None:
+        return None
+    mean, n = second.mean - first.mean, min(first.n, second.n)
+    one, other = _squared_error(first), _squared_error(second)
+    if one is None or other is None or one + other == 0:
+        return Estimate(mean=mean, low=None, high=None, n=n, over="seeds")
+    freedom = (one + other) ** 2 / (one**2 / (first.n - 1) + other**2 / (second.n - 1))
+    half = t95(math.floor(freedom + 1e-9)) * math.sqrt(one + other)
+    return Estimate(mean=mean, low=mean - half, high=mean + half, n=n, over="seeds")
 
 
 def _ended(one: Variant) -> str:
@@ -589,23 +620,19 @@ def _ended(one: Variant) -> str:
 
 
 COMPARISON: tuple[Column, ...] = (
-    ("Complete runs", _ended),
-    ("Held-out reward", lambda one: _cell(one.held_out)),
-    ("Gain", lambda one: _gain(one.over(lambda run: run.held_out_gain))),
-    ("Gap (nats)", lambda one: _cell(one.over(lambda run: run.gap_guided))),
-    (
+    Column("Held-out reward", lambda one: one.held_out),
+    Column("Gain", lambda one: one.over(lambda run: run.held_out_gain), signed=True),
+    Column("Gap (nats)", lambda one: one.over(lambda run: run.gap_guided)),
+    Column(
         "Gap, unguided (nats)",
         # Without guidance the two are one number.
-        lambda one: _cell(one.over(lambda run: None if run.gap_ratio is None else run.gap_unguided)),
+        lambda one: one.over(lambda run: None if run.gap_ratio is None else run.gap_unguided),
     ),
-    ("Record (B/token)", lambda one: _cell(one.over(lambda run: run.record_bytes_per_token))),
-    (
-        "Step (s)",
-        lambda one: _cell(one.over(lambda run: run.seconds.critical_path if run.seconds else None)),
-    ),
-    ("Overhead (%)", lambda one: _cell(one.over(lambda run: run.overhead_ratio), 100.0)),
+    Column("Record (B/token)", lambda one: one.over(lambda run: run.record_bytes_per_token)),
+    Column("Step (s)", lambda one: one.over(lambda run: run.seconds.critical_path if run.seconds else None)),
+    Column("Overhead (%)", lambda one: one.over(lambda run: run.overhead_ratio), 100.0),
 )
-"""Columns of the comparison, in the terminal and in the report."""
+"""Figures of the comparison, in the terminal and in the report."""
 
 COMPARISON_NOTE = (
     "± is the half-width of the 95 % interval over seeds (Student's t); a range in brackets is the 95 % "
@@ -613,13 +640,31 @@ COMPARISON_NOTE = (
 )
 
 
+DIFFERENCE = "Second − first"
+"""What stands beside two variants, and no more of them."""
+
+
+def comparison(made: Sequence[Variant]) -> tuple[tuple[str, ...], list[tuple[str, tuple[str, ...]]]]:
+    """What is compared, and its figures by name: one a variant, and of two their difference."""
+    heads = tuple(one.label for one in made)
+    rows = [("Complete runs", tuple(_ended(one) for one in made))]
+    rows += [(column.name, tuple(column.show(one) for one in made)) for column in COMPARISON]
+    if len(made) != 2:
+        return heads, rows
+    differences = ("", *(column.show_difference(made[0], made[1]) for column in COMPARISON))
+    return (*heads, DIFFERENCE), [
+        (name, (*cells, more)) for (name, cells), more in zip(rows, differences, strict=True)
+    ]
+
+
 def comparison_table(made: Sequence[Variant]) -> RenderableType:
     """The table at the end of `tracerl compare`: a column a variant, so that it fits a terminal."""
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
     table.add_column("", style="dim", no_wrap=True)
-    for one in made:
-        table.add_column(Text(one.label), justify="right", overflow="fold")
-    for name, show in COMPARISON:
-        table.add_row(name, *(Text(show(one)) for one in made))
+    heads, rows = comparison(made)
+    for head in heads:
+        table.add_column(Text(head), justify="right", overflow="fold")
+    for name, cells in rows:
+        table.add_row(name, *map(Text, cells))
     notes = [Text(one.note) for one in made if one.note]
     return Group(table, *notes, Text(COMPARISON_NOTE, style="dim"))

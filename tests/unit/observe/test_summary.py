@@ -18,7 +18,9 @@ from tracerl.observe.runlog import RunLog
 from tracerl.observe.summary import (
     Estimate,
     _by_short_path,
+    comparison,
     comparison_table,
+    difference,
     nothing_learned,
     over_seeds,
     summarize,
@@ -215,6 +217,34 @@ def test_runs_that_differ_in_seeds_alone_are_one_variant(tmp_path: Path) -> None
     assert "0.62 ± 0.025" in text
 
 
+def test_a_difference_has_welchs_interval() -> None:
+    # Three seeds each, variance 1: 4 degrees of freedom, quantile 2.776, standard error sqrt(2 / 3).
+    made = difference(over_seeds([1, 2, 3]), over_seeds([11, 12, 13]))
+    assert made is not None
+    assert (made.mean, made.low) == (pytest.approx(10), pytest.approx(10 - 2.776 * (2 / 3) ** 0.5))
+    # Variances 1 and 0: what varies is the first alone, with its 2 degrees of freedom.
+    made = difference(over_seeds([1, 2, 3]), over_seeds([5, 5, 5]))
+    assert made is not None
+    assert made.high == pytest.approx(3 + 4.303 / 3**0.5)
+    assert difference(over_seeds([1]), over_seeds([3, 4])) == Estimate(
+        mean=2.5, low=None, high=None, n=1, over="seeds"
+    )
+    assert difference(None, over_seeds([1])) is None
+
+
+def test_two_variants_have_their_differences_beside_them(tmp_path: Path) -> None:
+    runs = [load_run(write_run(tmp_path / name, name, steps=10)) for name in ("QAT", "TRACE", "BF16")]
+    heads, rows = comparison(variants(runs[:2]))
+    assert heads == ("QAT", "TRACE, 1-bit codes, LastHalf", "Second − first")
+    # 0.063 and 0.005, each with the noise of its seed.
+    gaps = [summarize(run).gap_guided or 0.0 for run in runs]
+    assert float(dict(rows)["Gap (nats)"][2]) == pytest.approx(gaps[1] - gaps[0], rel=0.01)
+    assert dict(rows)["Gap, unguided (nats)"][2] == "–"
+    page = render(runs[:2])
+    assert "Second − first" in page
+    assert "Second − first" not in render(runs)
+
+
 def test_variants_with_one_label_are_told_apart_by_the_fields_that_differ(tmp_path: Path) -> None:
     first = load_run(write_run(tmp_path / "a", "QAT", steps=10))
     second = load_run(write_run(tmp_path / "b", "QAT", steps=20))
@@ -270,7 +300,7 @@ def test_the_span_of_the_training_reward(tmp_path: Path, steps: int, words: str)
 def test_a_gain_has_its_sign(tmp_path: Path) -> None:
     runs = [load_run(write_run(tmp_path / method, method, steps=10)) for method in ("QAT", "TRACE")]
     # 0.61 at the end, 0.55 before.
-    assert re.search(r"Gain +\+0\.06 +\+0\.06\n", shown(comparison_table(variants(runs))))
+    assert re.search(r"Gain +\+0\.06 +\+0\.06 +0\n", shown(comparison_table(variants(runs))))
     assert "+0.06;" in shown(summary_table(summarize(runs[0])))
 
 
