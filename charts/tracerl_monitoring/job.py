@@ -120,6 +120,18 @@ _THROUGHPUT = Row(
             alerts=("TraceRLOverheadAboveBudget",),
         ),
         Panel(
+            "Overhead by steps without records",
+            (Query(most(series("tracerl_baseline_overhead_ratio", ONE_JOB), "bound"), "{{bound}}"),),
+            "CPU time that records and guidance cost, by steps that were done without them as well, with the "
+            "95 % interval over the run; needs observe.baselineEvery.",
+            unit="percentunit",
+        ),
+        Panel(
+            "Steps done without records as well",
+            (_value("tracerl_baseline_pairs", "pairs"),),
+            "Pairs of steps behind that figure.",
+        ),
+        Panel(
             "Requests in rollouts",
             (
                 Query(total(series("tracerl_rollout_running_requests", ONE_JOB)), "decoded"),

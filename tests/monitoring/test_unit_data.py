@@ -23,6 +23,10 @@ SERIES = {
     f'tracerl_object_uploads_total{{{_JOB},result="failed"}}': "0+1x20",
     f"tracerl_object_uploaded_bytes_total{{{_JOB}}}": "0+6000x20",
     f"tracerl_object_retries_total{{{_JOB}}}": "0+3x20",
+    f'tracerl_baseline_overhead_ratio{{{_JOB},bound="low"}}': "0.01+0x20",
+    f'tracerl_baseline_overhead_ratio{{{_JOB},bound="estimate"}}': "0.04+0x20",
+    f'tracerl_baseline_overhead_ratio{{{_JOB},bound="high"}}': "0.07+0x20",
+    f"tracerl_baseline_pairs{{{_JOB}}}": "1+1x20",
 }
 EXPECTED = {
     "S3 latency A": {'{operation="write"}': 0.5, '{operation="read"}': 0.25},
@@ -32,6 +36,13 @@ EXPECTED = {
         '{operation="read",result="ok"}': 0.25,
         '{operation="read",result="failed"}': 0.25,
     },
+    "Overhead by steps without records A": {
+        '{bound="low"}': 0.01,
+        '{bound="estimate"}': 0.04,
+        '{bound="high"}': 0.07,
+    },
+    # After 15 minutes, one more in each.
+    "Steps done without records as well A": {"{}": 16},
     "Uploads A": {'{result="ok"}': 30, '{result="failed"}': 5},
     "Uploads B": {"{}": 15},
     "tracerl_object_uploaded_bytes_total A": {"{}": 100},
