@@ -74,12 +74,7 @@ class Metrics:
 
     def show_jobs(self, jobs: Callable[[], Iterable[Document | None]]) -> None:
         """Take what is shown of jobs, all of them together, from their documents."""
-        self.show("tracerl_operator_jobs", lambda: job_states(jobs()))
-        self.show(
-            "tracerl_operator_longest_not_ready_seconds",
-            lambda: longest_not_ready(jobs(), datetime.now(UTC)),
-        )
-        self.show("tracerl_operator_canary_end_timestamp_seconds", lambda: canary_ends(jobs()))
+        self._registry.register(_OfJobs(jobs))
 
     def text(self) -> bytes:
         """Give the exposition."""
@@ -97,10 +92,29 @@ class _OnDemand(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Make the family that the client shows."""
-        family = GaugeMetricFamily(self.spec.name, self.spec.help, labels=self.spec.labels)
-        for label, value in self.sample().items():
-            family.add_metric([label] if self.spec.labels else [], value)
-        yield family
+        yield _gauge(self.spec, self.sample())
+
+
+@dataclass(frozen=True)
+class _OfJobs(Collector):
+    jobs: Callable[[], Iterable[Document | None]]
+
+    def collect(self) -> Iterable[Metric]:
+        """Make the families of all jobs together, which are looked up once: that is most of a scrape."""
+        jobs = list(self.jobs())
+        for name, sample in (
+            ("tracerl_operator_jobs", job_states(jobs)),
+            ("tracerl_operator_longest_not_ready_seconds", longest_not_ready(jobs, datetime.now(UTC))),
+            ("tracerl_operator_canary_end_timestamp_seconds", canary_ends(jobs)),
+        ):
+            yield _gauge(_SPECS[name], sample)
+
+
+def _gauge(spec: MetricSpec, sample: Mapping[str, float]) -> Metric:
+    family = GaugeMetricFamily(spec.name, spec.help, labels=spec.labels)
+    for label, value in sample.items():
+        family.add_metric([label] if spec.labels else [], value)
+    return family
 
 
 def _code(code: int) -> str:
