@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import multiprocessing.util
 import os
 import traceback
 from collections.abc import Callable, Mapping
@@ -53,6 +54,8 @@ def fork(work: Callable[[], None], log: Path | None = None) -> int:
         if log is not None:
             log.write_text(traceback.format_exc())
     finally:
+        # What Megatron's checkpoints start beside them ends with it.
+        multiprocessing.util._exit_function()
         os._exit(code)
 
 

@@ -103,6 +103,33 @@ def test_the_canary_of_the_engines(tmp_path: Path) -> None:
     assert summary["rows_missing"] == 0
 
 
+def test_two_trainers_with_half_of_the_experts_each(tmp_path: Path) -> None:
+    """Two nodes, Reference rollouts: records of both, weights by gloo, and a checkpoint."""
+    run = Run(
+        tmp_path / "run",
+        "spec.rollout.engine=Reference",
+        "spec.rollout.nodes=2",
+        "spec.trainer.nodes=2",
+        "spec.trainer.parallelism={data: 2, expert: 2}",
+        "spec.model.dtype=Float32",
+        "spec.quantization.secondInput=Recorded",
+        "spec.algorithm.steps=3",
+        "spec.algorithm.maxVersionDiff=0",
+        "spec.records.auditEvery=2",
+        "spec.expect={maxMissingRows: 0}",
+    )
+    code, written = run.finish()
+    assert code == 0, written
+    steps = run.steps()
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    for step in steps:
+        assert step["gap_guided"]["max"] < 1e-4
+        assert step["records"]["rows_missing"] == step["routes_missing"] == 0
+        # Experts' inputs, second inputs, keys and values of four layers.
+        assert len(step["mismatch"]) == 16
+        assert all(site["guided_values"] > 0 == site["guided_mismatched"] for site in step["mismatch"])
+
+
 @pytest.mark.full
 def test_sglang_and_megatron_killed_in_the_middle(tmp_path: Path) -> None:
     """Whatever was in flight is generated again, weights travel anew (by disk here), no row is missing."""

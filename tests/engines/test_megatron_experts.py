@@ -202,6 +202,9 @@ async def test_a_whole_job_with_records_weights_and_checkpoints(tmp_path, sync):
         rows = line["prompt_tokens"] + line["response_tokens"] - line["trajectories"]
         assert (line["records"]["rows"], line["records"]["rows_missing"]) == (rows, 0)
         assert len(line["mismatch"]) == len(other["mismatch"]) == 8
+        # Each rank fetches the frames of its own trajectories, but for prompts of which both have samples.
+        fetched = line["records"]["bytes"] + line["records"]["audit_bytes"]
+        assert fetched <= line["transport"]["read_bytes"]["object"] <= 1.5 * fetched
     assert apart[0]["reward"] == together[0]["reward"]
     assert apart[0]["policy"] == pytest.approx(together[0]["policy"], rel=1e-3, abs=1e-5)
     shutil.copytree(tmp_path / "apart", tmp_path / "copy")
