@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tracerl.api.constants import METRICS, Role
 from tracerl.engines.metrics import sink_state, sink_values
+from tracerl.engines.sglang.server import _values as sglang_values
 from tracerl.transport.base import TransportError, Usage
 from tracerl.transport.exposition import Values, exposition
 
@@ -106,3 +108,39 @@ def test_values_that_are_not_of_the_list_are_refused(change: Values, said: str) 
 def test_a_metric_that_an_exporter_forgot_is_an_error() -> None:
     with pytest.raises(KeyError):
         exposition(Role.ROLLOUT, {})
+
+
+def test_sglangs_schedulers_are_summed_and_without_an_answer_not_known() -> None:
+    """Of two ranks: what each counts for itself is added, what they count alike is taken once."""
+    server: Any = SimpleNamespace(generated_tokens=90, running=2, queued=0, version=4)
+
+    def rank(uploads: int) -> dict[str, Any]:
+        return {
+            "sink": [512, {"uploads_ok": uploads, "lost_frames": 1}],
+            "dropped": {"full": 2},
+            "written": {"record": 100},
+            "kv_tokens": 7,
+            "retracted": {"memory": 3},
+            "reprefilled_rows": {"weights": 5},
+            "stalls": 1,
+        }
+
+    found = shown(sglang_values(server, [rank(4), rank(6)]))
+    assert found["tracerl_object_uploads_total"] == {("ok",): 10.0, ("failed",): 0.0}
+    assert found["tracerl_records_dropped_total"]["full",] == 4.0
+    assert found["tracerl_records_dropped_total"]["lost",] == 2.0
+    assert found["tracerl_records_written_bytes_total"] == {("record",): 200.0, ("audit",): 0.0}
+    assert found["tracerl_records_held_bytes"] == {(): 512.0}
+    assert found["tracerl_rollout_retracted_total"] == {("memory",): 3.0, ("weights",): 0.0}
+    assert found["tracerl_rollout_admission_stalls_total"] == {(): 2.0}
+
+    silent = shown(sglang_values(server, []))
+    known = {name for name, samples in silent.items() if samples}
+    assert known == {
+        *("tracerl_generated_tokens_total", "tracerl_rollout_running_requests"),
+        *("tracerl_rollout_queued_requests", "tracerl_rollout_weight_version"),
+    }
+    # One rank whose sink cannot say: their sum is not known either.
+    half = shown(sglang_values(server, [rank(4), {**rank(6), "sink": None}]))
+    assert half["tracerl_object_uploads_total"] == half["tracerl_records_dropped_total"] == {}
+    assert half["tracerl_records_written_bytes_total"]["record",] == 200.0
