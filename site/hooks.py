@@ -71,7 +71,8 @@ def _listed(entry: Any) -> Any:
     ((name, target),) = entry.items()
     if not isinstance(target, str) or not target.endswith("/"):
         return entry
-    pages = sorted((DOCS / target).glob("*.md"), key=lambda path: (path.stem != "README", path.name))
+    found = [path for path in (DOCS / target).glob("*.md") if path.stem != "template"]
+    pages = sorted(found, key=lambda path: (path.stem != "README", path.name))
     return {name: [page.relative_to(DOCS).as_posix() for page in pages]}
 
 

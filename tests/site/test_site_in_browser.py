@@ -60,7 +60,7 @@ def pages_of(directory: Path) -> list[str]:
 
 def test_no_page_names_anything_to_fetch_from_elsewhere(site: tuple[str, Path]) -> None:
     _, directory = site
-    loads = re.compile(r"""<(?:script|img|iframe|link)\b[^>]*?\b(?:src|href)=["'](https?:)?//""")
+    loads = re.compile(r"""<(?:script|img|iframe|link)\b[^>]*?\b(?:src|href)=["']?(https?:)?//""")
     named = {}
     for page in pages_of(directory):
         text = (directory / page).read_text(encoding="utf-8")
