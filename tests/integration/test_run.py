@@ -69,9 +69,9 @@ class Command:
             raise
         return self.process.returncode, out, error
 
-    def until(self, condition, what: str):
+    def until(self, condition, what: str, seconds: float = SECONDS):
         """Wait for a condition while the command runs; returns what it found."""
-        deadline = time.monotonic() + SECONDS
+        deadline = time.monotonic() + seconds
         while not (found := condition()):
             assert self.process.poll() is None, f"it ended before {what}: {self.finish()}"
             assert time.monotonic() < deadline, f"waited in vain: {what}"
