@@ -46,13 +46,20 @@ SHAPE = ModelShape.uniform(
     context=2048,
 )
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 16, 16, 60
-NUMERICS: dict[str, tuple[str, str, str]] = {
-    "Float32": ("Float32", "TRACE", "Recorded"),
-    "unquantised": ("BFloat16", "BF16", "RTN"),
-    "second input not quantised": ("BFloat16", "TRACE", "BF16"),
-    "all quantised": ("BFloat16", "TRACE", "Recorded"),
+NUMERICS: dict[str, tuple[str, str, str, str]] = {
+    "Float32": ("Float32", "TRACE", "Recorded", "Quantized"),
+    "Float32, exact prefill": ("Float32", "TRACE", "Recorded", "Exact"),
+    "unquantised": ("BFloat16", "BF16", "RTN", "Quantized"),
+    "second input not quantised": ("BFloat16", "TRACE", "BF16", "Quantized"),
+    "all quantised": ("BFloat16", "TRACE", "Recorded", "Quantized"),
 }
-"""Of the rollout: compute dtype, method, second input of the experts. Weights are quantised by TRACE."""
+"""Of the rollout: compute dtype, method, second input of the experts, what a prefill attends of its own keys.
+
+Weights are quantised by TRACE.
+"""
+MEASURED = ("Float32", "unquantised", "second input not quantised", "all quantised")
+PASS_TOKENS = 16
+"""Of a prefill: longer prompts take several passes."""
 
 
 def weights(seed: int = 0) -> dict[str, Tensor]:
@@ -70,7 +77,9 @@ def weights(seed: int = 0) -> dict[str, Tensor]:
     return found
 
 
-def spec_of(directory: Path, dtype: str, method: str, second: str, *, replay: bool = True) -> Spec:
+def spec_of(
+    directory: Path, dtype: str, method: str, second: str, attends: str = "Quantized", *, replay: bool = True
+) -> Spec:
     """A job of the model in `directory` that records every layer and audits every trajectory."""
     return Spec.model_validate(
         {
@@ -80,15 +89,17 @@ def spec_of(directory: Path, dtype: str, method: str, second: str, *, replay: bo
                 "steps": 1,
                 "promptsPerStep": 1,
                 "samplesPerPrompt": 2,
-                "maxPromptTokens": PROMPT_TOKENS,
+                "maxPromptTokens": 4 * PROMPT_TOKENS,
                 "maxResponseTokens": NEW_TOKENS,
                 "routingReplay": replay,
             },
             "method": {"name": method}
             | ({"trace": {"layers": {"policy": "All"}}} if method == "TRACE" else {}),
-            "quantization": {"secondInput": second},
+            "quantization": {"secondInput": second, "prefillAttends": attends},
             "records": {"auditEvery": 0 if method == "BF16" else 1},
-            "rollout": {"engine": "SGLang", "kvCacheTokens": 4096, "maxRunningRequests": PROMPTS},
+            "rollout": {"engine": "SGLang", "kvCacheTokens": 4096, "maxRunningRequests": PROMPTS}
+            | ({"engineArgs": {"chunked_prefill_size": PASS_TOKENS}} if attends == "Exact" else {}),
+            "trainer": {"engine": "Megatron"},
             "transport": {"ring": {"size": "64Mi"}},
         }
     )
@@ -122,13 +133,27 @@ def rollout(directory: Path, name: str) -> Iterator[tuple[ResolvedJob, str]]:
                 process.end()
 
 
-async def generate(resolved: ResolvedJob, url: str, tensors: dict[str, Tensor], version: int) -> Generated:
-    """Push weights and sample every prompt once."""
-    spec = resolved.job.spec
+def random_prompts(tokens: int = PROMPT_TOKENS, *, common: int = 0) -> list[list[int]]:
+    """Prompts of which the first `common` tokens are the same."""
     generator = torch.Generator().manual_seed(11)
-    prompts = [
-        torch.randint(3, SHAPE.vocab, (PROMPT_TOKENS,), generator=generator).tolist() for _ in range(PROMPTS)
-    ]
+    drawn = torch.randint(3, SHAPE.vocab, (PROMPTS, tokens), generator=generator)
+    drawn[:, :common] = drawn[0, :common]
+    found: list[list[int]] = drawn.tolist()
+    return found
+
+
+async def generate(
+    resolved: ResolvedJob,
+    url: str,
+    tensors: dict[str, Tensor],
+    version: int,
+    prompts: list[list[int]] | None = None,
+    *,
+    alone: int = 0,
+) -> Generated:
+    """Push weights and sample every prompt once, the first `alone` of them before the others."""
+    spec = resolved.job.spec
+    prompts = random_prompts() if prompts is None else prompts
     sampling = [Sampling(NEW_TOKENS, 1.0, seed=index) for index in range(PROMPTS)]
     pushed = resolved.run_dir / f"v{version}"
     write_model(pushed, SHAPE, tensors.items())
@@ -137,7 +162,11 @@ async def generate(resolved: ResolvedJob, url: str, tensors: dict[str, Tensor], 
     async with RolloutClient(url, TOKEN, run_id=RUN, site_table=tables[0].digest) as client:
         await client.connect()
         await push_from_disk([client], str(pushed), version)
-        done = await client.generate_batch(prompts, sampling, ids=[f"{version}-{i}" for i in range(PROMPTS)])
+        ids = [f"{version}-{i}" for i in range(PROMPTS)]
+        done = []
+        # What others have in common with those that go first is in the cache when they come.
+        for some in (slice(alone), slice(alone, None)) if alone else (slice(None),):
+            done += await client.generate_batch(prompts[some], sampling[some], ids=ids[some])
     request = urllib.request.Request(f"{url}/get_model_info", headers={"Authorization": f"Bearer {TOKEN}"})
     with urllib.request.urlopen(request) as answer:
         info: dict[str, Any] = json.load(answer)
@@ -188,13 +217,19 @@ def restricted(records: TrajectoryRecords, table: SiteTable) -> TrajectoryRecord
     )
 
 
-def trainer_of(made: Generated, method: str, *, replay: bool = True) -> MegatronTrainer:
-    """A trainer with the rollout's weights under a method; only TRACE has a second input to follow."""
+def trainer_of(
+    made: Generated, method: str, attends: str | None = None, *, replay: bool = True
+) -> MegatronTrainer:
+    """A trainer with the rollout's weights under a method; only TRACE has a second input to follow.
+
+    `attends`: what its prefills attend, if not what those of the rollout do.
+    """
     second = made.spec.quantization.second_input.value
+    attends = attends or made.spec.quantization.prefill_attends.value
     if method != "TRACE" and second == "Recorded":
         second = "RTN"
     model = Path(made.spec.model.uri.removeprefix("file://"))
-    spec = spec_of(model, made.spec.model.dtype.value, method, second, replay=replay)
+    spec = spec_of(model, made.spec.model.dtype.value, method, second, attends, replay=replay)
     return MegatronTrainer(SHAPE, spec, weights())
 
 
@@ -257,7 +292,7 @@ def main() -> None:
     """Measure and print every table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("numerics", nargs="*", default=list(NUMERICS))
+    parser.add_argument("numerics", nargs="*", default=MEASURED)
     options = parser.parse_args()
     torch.set_num_threads(1)
     result: dict[str, Any] = {

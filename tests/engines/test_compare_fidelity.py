@@ -10,10 +10,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from fidelity import SHAPE, as_recorded_for, gaps, generate, rollout, table_of, trainer_of, weights
+from fidelity import (
+    PASS_TOKENS,
+    SHAPE,
+    as_recorded_for,
+    gaps,
+    generate,
+    random_prompts,
+    rollout,
+    table_of,
+    trainer_of,
+    weights,
+)
 
 from tracerl.engines.base import Batch
 from tracerl.engines.sglang.weights import expert_hash
+from tracerl.records.sites import SiteKind
 
 torch.set_num_threads(1)
 
@@ -59,6 +71,41 @@ async def test_fp32_is_equal_before_and_after_an_update(directory: Path) -> None
             wrong.append(dataclasses.replace(one, records=rolled))
         logp = trainer.forward(Batch(wrong), guided=True, temperature=1.0, version=1)
         assert gaps(logp, wrong).mean() > 0.1
+
+
+async def test_a_prefill_that_attends_its_own_keys_exactly(directory: Path) -> None:
+    """Prompts of three passes, most of them with a prefix that another request's passes have filled."""
+    prompts = random_prompts(3 * PASS_TOKENS - 5, common=PASS_TOKENS + 3)
+    with rollout(directory, "Float32, exact prefill") as (resolved, url):
+        made = await generate(resolved, url, weights(), 0, prompts, alone=1)
+    layouts = set()
+    for one in made.trajectories:
+        assert one.records is not None
+        site = next(site for site in one.records.table.sites if site.kind is SiteKind.EXACT_FROM)
+        offset = one.records.table.offset(site)
+        starts = one.records.rows[:, offset : offset + 4].contiguous().view(torch.int32).flatten().tolist()
+        layouts.add(tuple(starts[: one.prompt_tokens]))
+        # A pass starts at its first row, and what is decoded attends what is stored.
+        assert all(
+            start <= row and starts[start] == start for row, start in enumerate(starts[: len(prompts[0])])
+        )
+        assert starts[one.prompt_tokens :] == [*range(one.prompt_tokens + 1, len(starts) + 1)]
+    assert all(len(set(layout)) >= 3 for layout in layouts)
+    assert len(layouts) >= 2
+
+    trainer = trainer_of(made, "TRACE")
+    trajectories = as_recorded_for(trainer, made)
+    logp = trainer.forward(Batch(trajectories), guided=True, temperature=1.0, version=0)
+    assert gaps(logp, trajectories).max() <= 1e-5
+    stats = trainer.stats()
+    assert (stats.routes_missing, stats.guided_missing) == (0, 0)
+    for counts in stats.sites.values():
+        assert (counts.guided_mismatched, counts.scales_wrong) == (0, 0)
+    # What a trainer that attends quantised keys everywhere is off by.
+    other = trainer_of(made, "TRACE", "Quantized")
+    trajectories = as_recorded_for(other, made)
+    logp = other.forward(Batch(trajectories), guided=True, temperature=1.0, version=0)
+    assert gaps(logp, trajectories).mean() > 1e-2
 
 
 async def test_bf16_gaps_are_in_the_papers_order(directory: Path) -> None:

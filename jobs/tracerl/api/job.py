@@ -415,6 +415,13 @@ class RoundingOrder(StrEnum):
     COMPRESSED_TENSORS = "CompressedTensors"
 
 
+class PrefillAttends(StrEnum):
+    """Which keys and values a prefilled token attends of those that its own pass computes."""
+
+    QUANTIZED = "Quantized"
+    EXACT = "Exact"
+
+
 class Quantization(Model):
     """What the rollout quantises, and how."""
 
@@ -427,6 +434,10 @@ class Quantization(Model):
     )
     tensor_scale: TensorScaleRule = field(TensorScaleRule.FIXED, doc="Rule of the FP32 scale.")
     order: RoundingOrder = field(RoundingOrder.RECIPROCAL, doc="Order of the FP32 operations.")
+    prefill_attends: PrefillAttends = field(
+        PrefillAttends.QUANTIZED,
+        doc="Keys and values of its own pass that a prefilled token attends: Quantized or Exact.",
+    )
 
 
 class MethodName(StrEnum):

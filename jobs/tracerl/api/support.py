@@ -13,6 +13,8 @@ from pydantic.alias_generators import to_snake
 from tracerl.api.errors import Fault
 from tracerl.api.job import (
     Format,
+    NumericsBackend,
+    PrefillAttends,
     RolloutEngine,
     Staleness,
     TensorScaleRule,
@@ -141,6 +143,22 @@ def _refuse_baseline(facts: Facts) -> Iterator[Fault]:
             yield Fault(path, f"is {every}, and comparing steps needs {why}", f"write 0, or {wanted}")
 
 
+def _refuse_exact_prefill(facts: Facts) -> Iterator[Fault]:
+    rollout, trainer = facts.spec.rollout, facts.spec.trainer
+    if facts.spec.quantization.prefill_attends is not PrefillAttends.EXACT or (
+        rollout.engine is RolloutEngine.SGLANG
+        and rollout.numerics is NumericsBackend.EMULATED
+        and trainer.engine is TrainerEngine.MEGATRON
+        and trainer.parallelism.context == 1
+    ):
+        return
+    problem = (
+        "is Exact, which this version runs only with SGLang's Emulated numerics and Megatron without context "
+        "parallelism"
+    )
+    yield Fault("spec.quantization.prefillAttends", problem, "write Quantized, or choose these engines")
+
+
 def _yaml(value: object) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
@@ -159,6 +177,14 @@ def _text(only: Only) -> str:
 
 SUPPORT_RULES: tuple[Rule, ...] = (
     *(Rule(_name(only), Level.START, (only.path,), _text(only), _refuse_other(only)) for only in SUPPORTED),
+    Rule(
+        "version-quantization-prefill-attends",
+        Level.START,
+        ("spec.quantization.prefillAttends",),
+        "`Exact` only with rollout engine SGLang, `numerics: Emulated`, trainer engine Megatron and no "
+        "context parallelism: the Reference engines attend what is stored, and so do SGLang's NVFP4 kernels.",
+        _refuse_exact_prefill,
+    ),
     Rule(
         "version-model-uri",
         Level.START,

@@ -26,7 +26,7 @@ from tracerl.numerics import (
     quantize,
     quantize_dequantize,
 )
-from tracerl.records.rows import pack_routes, pack_rows
+from tracerl.records.rows import pack_routes, pack_rows, pack_starts
 from tracerl.records.sites import BLOCK_FORMATS, Site, SiteKind, SiteTable
 
 _NO_ROW_BYTES = torch.empty((0,), dtype=torch.uint8)
@@ -79,7 +79,7 @@ class _Packer:
             groups.setdefault(replace(one.site, layer=0, kind=kind), []).append(index)
         self._groups = list(groups.items())
         self.values: list[Quantized | Tensor | None] = [None] * len(held)
-        """By site: its codes, or the values [rows, dim] that codes are still to be made of; or expert ids."""
+        """By site: its codes, or the values [rows, dim] that codes are made of yet; ids; positions."""
 
     def pack(self, rows: int) -> Captured:
         """Pack what `values` holds for `rows` rows, and forget it."""
@@ -90,6 +90,8 @@ class _Packer:
             tensors = [value for value in values if isinstance(value, Tensor)]
             if site.kind is SiteKind.ROUTES:
                 packed = pack_routes(site, torch.cat(tensors))
+            elif site.kind is SiteKind.EXACT_FROM:
+                packed = pack_starts(site, torch.cat(tensors))
             else:
                 if tensors:
                     whole = quantize(torch.cat(tensors), self._format, order=self._order)
@@ -221,6 +223,12 @@ class SiteCapture:
         use = self._uses[layer, SiteKind.ROUTES]
         if use.record is not None and self._recording:
             self._record.values[use.record] = ids
+
+    def exact_from(self, layer: int, starts: Tensor) -> None:
+        """Keep the first position [N] that each row attends exactly."""
+        use = self._uses[layer, SiteKind.EXACT_FROM]
+        if use.record is not None:
+            self._record.values[use.record] = starts.unsqueeze(1)
 
     def _round(self, use: _SiteUse, x: Tensor) -> Tensor:
         if not use.quantized:

@@ -155,6 +155,20 @@ class Treatments:
         """Whether whole codes are known of any trajectory."""
         return self._batch.audit is not None
 
+    def exact_from(self) -> Tensor | None:
+        """First position that each row attends exactly, int64 [N]; None when all are attended quantised.
+
+        Of a row without a record that is the one behind it: it attends what is stored.
+        """
+        table = self._batch.records.table
+        site = next((site for site in table.sites if site.kind is SiteKind.EXACT_FROM), None)
+        if site is None:
+            return None
+        starts, present = self._batch.records.exact_from(site)
+        rows = [torch.arange(1, length + 1) for length in self._batch.lengths]
+        after = torch.cat([starts[:0].cpu(), *rows]).to(starts.device)
+        return torch.where(present, starts, after)
+
     def routes(self, layer: int, live: Callable[[], Tensor], rows: Tensor | None = None) -> Tensor:
         """Recorded experts (R3) int64 [rows, top_k] where there is a record, those of `live` elsewhere."""
         site = self._batch.records.table.find(layer, SiteKind.ROUTES)
@@ -258,6 +272,19 @@ class Treatments:
             found = compare(used, rollout)
         counts.guided_mismatched += found.mismatched
         counts.guided_adjacent += found.adjacent
+
+
+def pass_mask(starts_BS: Tensor) -> Tensor:
+    """What a row must not attend of the quantised keys and of the exact ones, bool [B, S, 2 * S].
+
+    Row i attends key j <= i exactly where j >= starts[i], as its own forward pass computed both, and as it is
+    stored, quantised, where j is earlier.
+    """
+    length = starts_BS.shape[1]
+    position = torch.arange(length, device=starts_BS.device)
+    future = position > position[:, None]
+    own = position >= starts_BS[:, :, None]
+    return torch.cat([future | own, future | ~own], dim=2)
 
 
 def rows_of(guide: Guide, rows: Tensor) -> Guide:

@@ -75,11 +75,11 @@ def plan(spec: Spec, shape: ModelShape) -> MethodPlan:
         for layer in shape.full_attention_layers:
             quantized += [(layer, SiteKind.KEY), (layer, SiteKind.VALUE)]
 
-    # Routes are recorded by every method that replays them, and quantised by none.
+    # Recorded by every method that needs them, and quantised by none.
     sites = {
         key: SitePlan(Treatment.UNQUANTIZED, Treatment.UNQUANTIZED, recorded=True)
         for key in recorded
-        if key[1] is SiteKind.ROUTES
+        if key[1] in {SiteKind.ROUTES, SiteKind.EXACT_FROM}
     }
     for key in quantized:
         guided = trace is not None and key in recorded

@@ -10,7 +10,7 @@ from torch import Tensor
 from tracerl.api.job import TensorScaleRule
 from tracerl.numerics import Guide, TensorScale
 from tracerl.records.pairing import TrajectoryRecords
-from tracerl.records.rows import unpack_routes
+from tracerl.records.rows import unpack_routes, unpack_starts
 from tracerl.records.sites import Site, SiteTable
 
 
@@ -97,6 +97,10 @@ class RecordStream:
     def routes(self, site: Site) -> tuple[Tensor, Tensor]:
         """Expert choices of a Routes site: ids int64 [N, top_k], and which are present, bool [N]."""
         return unpack_routes(site, self.bytes_of(site)), self.present_at(site)
+
+    def exact_from(self, site: Site) -> tuple[Tensor, Tensor]:
+        """Positions of a ExactFrom site, int64 [N], and which are present, bool [N]."""
+        return unpack_starts(self.bytes_of(site)), self.present_at(site)
 
     def _tensor_scales(self, site: Site, recorded: Tensor, present: Tensor) -> Tensor:
         if site.tensor_scale == TensorScaleRule.FIXED:

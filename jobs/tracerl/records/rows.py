@@ -1,4 +1,4 @@
-"""Rows of one site: quantised values or expert ids to packed bytes, and expert ids back."""
+"""Rows of one site: quantised values, expert ids or positions to packed bytes, and the latter two back."""
 
 from __future__ import annotations
 
@@ -54,17 +54,35 @@ def unpack_routes(site: Site, rows: Tensor) -> Tensor:
     return pairs[..., 0] | (pairs[..., 1] << 8)
 
 
+def pack_starts(site: Site, starts: Tensor) -> Tensor:
+    """Pack positions int [n, 1] to uint8 [n, 4]; ValueError for one that no u32 holds."""
+    if starts.shape != (len(starts), site.dim):
+        raise ValueError(f"{site.name} takes positions [n, {site.dim}], not {list(starts.shape)}")
+    if starts.numel() and not 0 <= int(starts.min()) <= int(starts.max()) < 2**31:
+        raise ValueError(f"{site.name} has positions outside 0..2**31-1")
+    return torch.stack([(starts[:, 0] >> shift & 0xFF).to(torch.uint8) for shift in (0, 8, 16, 24)], dim=1)
+
+
+def unpack_starts(rows: Tensor) -> Tensor:
+    """Unpack uint8 [n, 4] to positions int64 [n]."""
+    bytes_n4 = rows.long()
+    return bytes_n4[:, 0] | bytes_n4[:, 1] << 8 | bytes_n4[:, 2] << 16 | bytes_n4[:, 3] << 24
+
+
 def impossible(table: SiteTable, rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
     """Tell which sites of rows uint8 [n, table.row_bytes] no correct writer can have made: bool [n, sites].
 
-    An expert id must exist; a whole E4M3 scale is neither negative nor NaN; a row's tensor scale is a
-    positive number. A checksum says that bytes are as written, not that the writer was right.
+    An expert id must exist; a position has 31 bits; a whole E4M3 scale is neither negative nor NaN; a row's
+    tensor scale is a positive number. A checksum says that bytes are as written, not that the writer was
+    right.
     """
     wrong = np.zeros((len(rows), len(table.sites)), dtype=np.bool_)
     for site, members, columns in table.alike:
         if site.kind is SiteKind.ROUTES and site.experts < 2 ** (8 if site.format == "U8" else 16):
             ids = rows.take(columns, axis=1).view("u1" if site.format == "U8" else "<u2")
             _mark(wrong, members, ids >= site.experts)
+        if site.kind is SiteKind.EXACT_FROM:
+            _mark(wrong, members, rows.take(columns, axis=1)[..., -1:] >= 0x80)
         if site.scale_bits == 8 and site.format == NVFP4.name:
             start = site.code_bytes
             scales = rows.take(columns[:, start : start + site.scale_bytes], axis=1)

@@ -25,6 +25,7 @@ from tracerl.api.job import (
     LayerPolicy,
     Layers,
     MethodName,
+    PrefillAttends,
     SecondInput,
     Spec,
     Target,
@@ -46,6 +47,7 @@ class SiteKind(StrEnum):
     VALUE = "Value"
     ROUTES = "Routes"
     FC2_INPUT = "FC2Input"
+    EXACT_FROM = "ExactFrom"
 
 
 _KIND_ORDER = {kind: index for index, kind in enumerate(SiteKind)}
@@ -62,7 +64,8 @@ class Site:
     of float32 tensor scale when the rule is PerToken. `dim` values fall into `groups` of equal width that a
     tensor-parallel rank may hold apart: heads of Key and Value (dim = kv_heads * head_dim), expert slots of
     FC2Input (dim = top_k * expert_hidden, in the order of Routes), one group elsewhere. Routes hold `dim` =
-    top_k expert ids below `experts` in format U8 or U16 and none of the quantisation fields.
+    top_k expert ids below `experts` in format U8 or U16 and none of the quantisation fields. ExactFrom holds
+    one number in format U32, and none of them either.
     """
 
     layer: int
@@ -89,12 +92,12 @@ class Site:
 
     @property
     def blocks(self) -> int:
-        """Blocks, and so scales, a row; 0 for Routes."""
+        """Blocks, and so scales, a row; 0 for Routes and ExactFrom."""
         return self.dim // self.block if self.block else 0
 
     @property
     def code_bytes(self) -> int:
-        """Bytes of packed codes (or of expert ids) a row."""
+        """Bytes of packed codes (or of expert ids, or of a number) a row."""
         return self.slice_bytes(0, self.groups)[0]
 
     @property
@@ -112,6 +115,8 @@ class Site:
         values = self.dim // self.groups * (stop - start)
         if self.kind is SiteKind.ROUTES:
             return values * (1 if self.format == "U8" else 2), 0, 0
+        if self.kind is SiteKind.EXACT_FROM:
+            return 4 * values, 0, 0
         codes = (values * self.code_bits + 7) // 8
         scales = (values // self.block * self.scale_bits + 7) // 8
         return codes, scales, 4 if self.tensor_scale == TensorScaleRule.PER_TOKEN else 0
@@ -359,7 +364,9 @@ def site_table(shape: ModelShape, spec: Spec) -> SiteTable:
     """Make the table of what the job records for training.
 
     TRACE records the chosen layers of the quantised targets; every method records Routes of all MoE layers
-    when `algorithm.routingReplay` is on. InputError when a width cannot be cut into blocks.
+    when `algorithm.routingReplay` is on. With `quantization.prefillAttends: Exact` one whose trainer
+    quantises keys and values records ExactFrom, at the first layer that has any. InputError when a width
+    cannot be cut into blocks.
     """
     sites = []
     if spec.method.name is MethodName.TRACE:
@@ -377,6 +384,13 @@ def site_table(shape: ModelShape, spec: Spec) -> SiteTable:
                     experts=shape.experts,
                 )
             )
+    if (
+        spec.quantization.prefill_attends is PrefillAttends.EXACT
+        and Target.KV_CACHE in spec.quantization.targets
+        and spec.method.name in {MethodName.QAT, MethodName.TRACE}
+    ):
+        layer = shape.full_attention_layers[0]
+        sites.append(Site(layer=layer, kind=SiteKind.EXACT_FROM, dim=1, groups=1, format="U32"))
     return _table(sites)
 
 

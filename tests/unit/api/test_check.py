@@ -432,6 +432,11 @@ BAD: list[tuple[list[str], str, str]] = [
     (["spec.trainer.parallelism.context=2"], "spec.trainer.parallelism.context", "write 1"),
     (["spec.rollout.parallelism.data=2"], "spec.rollout.parallelism.data", "write 1"),
     (
+        ["spec.quantization.prefillAttends=Exact", "spec.rollout.engine=SGLang"],
+        "spec.quantization.prefillAttends",
+        "runs only with SGLang's Emulated numerics and Megatron",
+    ),
+    (
         ["spec.rollout={engine: SGLang, parallelism: {data: 2}}"],
         "spec.rollout.parallelism.data",
         "does not run with SGLang",
@@ -629,6 +634,11 @@ def test_fault_of_this_machine(
             "spec.placement.colocation=None",
         ],
         ["spec.rollout.engine=SGLang", "spec.trainer.engine=Megatron"],
+        [
+            "spec.quantization.prefillAttends=Exact",
+            "spec.rollout.engine=SGLang",
+            "spec.trainer.engine=Megatron",
+        ],
         ["spec.rollout={engine: SGLang, gpusPerNode: 2, parallelism: {tensor: 2}, numerics: Native}", *APART],
         ["spec.trainer={engine: Megatron, gpusPerNode: 1, nodes: 2, parallelism: {data: 2}}", *APART],
         [

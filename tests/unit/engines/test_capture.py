@@ -9,9 +9,9 @@ from engine_stores import JOB, RUN, WAIT_SECONDS, ObjectStore, RingStore
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tracerl.api.job import Reprefill, Spec
+from tracerl.api.job import PrefillAttends, Reprefill, Spec
 from tracerl.api.model import ModelShape
-from tracerl.engines.capture import Captured
+from tracerl.engines.capture import Captured, MergeRule, Rows, SiteCapture, held_sites, merge_rows
 from tracerl.engines.frames import (
     NO_ZERO_BLOCKS,
     Destination,
@@ -56,7 +56,7 @@ def run_hooks(hooks, values):
     """Call the hooks of all layers as a model does; what they give by (layer, kind)."""
     out = {}
     for layer in range(SHAPE.layers):
-        x = {kind: values[layer, kind] for kind in SiteKind}
+        x = {kind: values[layer, kind] for kind in WIDTHS}
         k, v = hooks.key_value(layer, x[SiteKind.KEY], x[SiteKind.VALUE])
         out |= {
             (layer, SiteKind.KEY): k,
@@ -106,6 +106,31 @@ def test_rows_are_what_each_site_packs_alone(spec):
         assert got.rows.shape == (len(rows), sites.row_bytes)
     assert len(audit_rows.zero_blocks) == 0
     assert len(record.zero_blocks) == len([s for s in table.sites if s.kind is not SiteKind.ROUTES])
+
+
+def test_where_a_row_attends_exactly_is_recorded_once_and_the_first_pass_counts():
+    spec = spec_of(layers="LastHalf")
+    quantization = spec.quantization.model_copy(update={"prefill_attends": PrefillAttends.EXACT})
+    spec = spec.model_copy(update={"quantization": quantization})
+    table = site_table(SHAPE, spec)
+    site = table.find(0, SiteKind.EXACT_FROM)
+    columns = slice(table.offset(site), table.offset(site) + 4)
+    passes = []
+    for starts in ([0, 0, 3, 4], [0, 1, 1, 70_000]):
+        capture = SiteCapture(SHAPE.layers, plan(spec, SHAPE), spec.quantization, table, None)
+        for layer in range(SHAPE.layers):
+            x = torch.ones(4, 32)
+            capture.routes(layer, torch.zeros(4, 2, dtype=torch.int64))
+            capture.expert_input(layer, x)
+            capture.key_value(layer, x[:, :16], x[:, :16])
+            capture.fc2_input(layer, x)
+        capture.exact_from(0, torch.tensor(starts))
+        rows = capture.finish(4)[0].rows.numpy()
+        assert rows[:, columns].tobytes() == np.array(starts, "<u4").tobytes()
+        passes.append(Rows(rows, np.zeros(4, np.int32), NO_ZERO_BLOCKS))
+    # Prefilled again under the same version, a row counts as it was first, like what it fed its layers.
+    merged = merge_rows(MergeRule.of(held_sites(table), Reprefill.AS_SAMPLED), *passes, version=0)
+    assert np.array_equal(merged.rows[:, columns], passes[0].rows[:, columns])
 
 
 def test_nothing_is_recorded_or_rounded_where_the_method_does_not():

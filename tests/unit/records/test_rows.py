@@ -11,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tracerl.numerics import NVFP4, Quantized, TensorScale, quantize
-from tracerl.records.rows import impossible, pack_routes, pack_rows, unpack_routes
+from tracerl.records.rows import (
+    impossible,
+    pack_routes,
+    pack_rows,
+    pack_starts,
+    unpack_routes,
+    unpack_starts,
+)
 from tracerl.records.sites import Site, SiteKind, SiteTable
 
 
@@ -131,6 +138,24 @@ def test_impossible_rows_are_recognised() -> None:
     two_bytes = np.array([[299, 1], [300, 0]], "<u2").view(np.uint8)
     assert possible(routes(300, 2), two_bytes) == [True, False]
     assert possible(routes(256, 2), np.full((1, 2), 255, np.uint8)) == [True]
+    assert possible(STARTS, np.array([[0, 0, 0, 0x7F], [0, 0, 0, 0x80]], np.uint8)) == [True, False]
+
+
+STARTS = Site(layer=0, kind=SiteKind.EXACT_FROM, dim=1, groups=1, format="U32")
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 2**31 - 1), max_size=9))
+def test_positions_come_back_and_are_little_endian(starts: list[int]) -> None:
+    rows = pack_starts(STARTS, torch.tensor(starts, dtype=torch.int64).view(-1, 1))
+    assert rows.numpy().tobytes() == np.array(starts, "<u4").tobytes()
+    assert unpack_starts(rows).tolist() == starts
+
+
+@pytest.mark.parametrize("starts", [[[-1]], [[2**31]], [[1, 2]]])
+def test_what_is_no_position_is_refused(starts: list[list[int]]) -> None:
+    with pytest.raises(ValueError, match="layer 0 ExactFrom"):
+        pack_starts(STARTS, torch.tensor(starts))
     codes = np.zeros((4, 8), np.uint8)
     scales = np.array([[0x7E], [0x7F], [0x80], [0]], np.uint8)  # largest, NaN, negative, zero
     assert possible(make_site(16, 4, 8), np.concatenate([codes, scales], 1)) == [True, False, False, True]

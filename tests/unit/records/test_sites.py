@@ -47,6 +47,30 @@ def test_bytes_a_token_of_the_35b_model() -> None:
     assert table.row_bytes == 7160
 
 
+@pytest.mark.parametrize(
+    ("method", "targets", "recorded"),
+    [
+        ("TRACE", ["KVCache"], True),
+        ("QAT", ["RoutedExperts", "KVCache"], True),
+        ("TRACE", ["RoutedExperts"], False),
+        ("Vanilla", ["KVCache"], False),
+        ("BF16", ["KVCache"], False),
+    ],
+)
+def test_where_the_starts_of_passes_are_recorded(method: str, targets: list[str], recorded: bool) -> None:
+    """By methods whose trainer quantises keys and values, once for all layers; four bytes a row."""
+    spec = make_spec(method=method, targets=targets, prefillAttends="Exact")
+    with_, without = (
+        site_table(MODEL_35B, spec),
+        site_table(MODEL_35B, make_spec(method=method, targets=targets)),
+    )
+    assert layers(with_, SiteKind.EXACT_FROM) == ([3] if recorded else [])
+    assert with_.row_bytes - without.row_bytes == (4 if recorded else 0)
+    assert (with_.digest != without.digest) is recorded
+    kept = tuple(site for site in with_.sites if site.kind is not SiteKind.EXACT_FROM)
+    assert kept == without.sites
+
+
 def test_bytes_a_token_of_everything() -> None:
     # The paper's 50.6 KiB: 2048 x 40 x 4.5 bit and 2 x 512 x 10 x 4.5 bit.
     assert bytes_by_kind(audit_table(MODEL_35B, make_spec())) == {

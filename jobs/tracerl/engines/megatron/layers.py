@@ -46,6 +46,8 @@ class Seat:
     """Whether whole codes of second inputs are known, on any rank of the group."""
     failure: NonFiniteError | None = None
     """Why the pass failed on this rank, when others are in it."""
+    pass_mask: Tensor | None = None
+    """bool [B, 1, S, 2 * S], where rows attend keys of their own pass exactly; None: all keys quantised."""
 
     def treat(self, layer: int, kind: SiteKind, x_SBW: Tensor) -> Tensor:
         """Treat the values of a site, [positions, B, width]."""
@@ -112,9 +114,12 @@ class GuidedAttention(DotProductAttention):  # type: ignore[misc]
     ) -> Tensor:
         """Treat key and value, [positions, B, kv heads here, head_dim], then attend."""
         layer = self.layer_number - 1
-        flat = (*key.shape[:2], -1)
+        flat, exact = (*key.shape[:2], -1), (key, value)
         key = self.seat.treat(layer, SiteKind.KEY, key.reshape(flat)).view(key.shape)
         value = self.seat.treat(layer, SiteKind.VALUE, value.reshape(flat)).view(value.shape)
+        if self.seat.pass_mask is not None:
+            key, value = torch.cat([key, exact[0]]), torch.cat([value, exact[1]])
+            attention_mask = self.seat.pass_mask
         out: Tensor = super().forward(query, key, value, attention_mask, *args, **kwargs)
         return out
 

@@ -86,11 +86,14 @@ def experts_of(experts: int, place: Place) -> range:
 
 
 def selection_of(table: SiteTable, layers: int, place: Place) -> Selection | None:
-    """What a rank fetches of a record: its layers' sites, and of Key and Value its heads; None is all."""
+    """What a rank fetches of a record: its layers' sites, and of Key and Value its heads; None is all.
+
+    ExactFrom is of all layers.
+    """
     mine = layers_of(layers, place)
     slices = []
     for index, site in enumerate(table.sites):
-        if site.layer not in mine:
+        if site.layer not in mine and site.kind is not SiteKind.EXACT_FROM:
             continue
         groups = range(site.groups)
         if site.kind in {SiteKind.KEY, SiteKind.VALUE}:

@@ -33,7 +33,7 @@ from tracerl.api.job import DType, Optimizer, Spec, TensorScaleRule
 from tracerl.api.model import ModelShape
 from tracerl.engines.base import Batch, EngineStats, Loss
 from tracerl.engines.expert_weights import DOWN, GATE_UP, fake_quantise_expert_weights, weights_site
-from tracerl.engines.guided import MicroBatch, Treatments
+from tracerl.engines.guided import MicroBatch, Treatments, pass_mask
 from tracerl.engines.hf import check_weights, hf_shapes, initial_weights
 from tracerl.engines.megatron import checkpoint
 from tracerl.engines.megatron.host import check_version, host, host_optimizer, join_groups, quiet
@@ -211,6 +211,13 @@ class MegatronTrainer:
         every = Held.of(lengths, torch.arange(longest)).to(self._device)
         seat.sequence = Held.of(lengths, sequence_positions(longest, self._place)).to(self._device)
         seat.attended = Held.of(lengths, context_positions(longest, self._place)).to(self._device)
+        starts_N = None if treatments is None else treatments.exact_from()
+        seat.pass_mask = None
+        if starts_N is not None:
+            # Padding attends what is stored: nothing that counts sees it.
+            after_P1 = torch.arange(1, longest + 1, device=self._device).repeat_interleave(batch).unsqueeze(1)
+            starts_P1 = every.put(after_P1, starts_N.unsqueeze(1))
+            seat.pass_mask = pass_mask(starts_P1.view(longest, batch).t()).unsqueeze(1)
         tokens_P1 = every.put(tokens_N.new_zeros(every.size, 1), tokens_N.unsqueeze(1))
         tokens_BS = tokens_P1.view(longest, batch).t().contiguous()
         positions_BS = torch.arange(longest, device=self._device).expand(batch, -1)

@@ -5,7 +5,8 @@ what a plugin raises and goes on; so the server waits for a hello that only a sc
 sends, and a scheduler that finds one missing ends itself.
 
 Hooks run on the scheduler's thread. K and V are quantised before the attention layer sees them, so that the
-tokens of the same pass attend quantised keys and values too, as the trainer's do.
+tokens of the same pass attend quantised keys and values too, as the trainer's do. With ``prefillAttends:
+Exact`` a prefill attends its own as they are, and they are stored quantised after that.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from tracerl.api.errors import InputError, JobError, first_line
-from tracerl.api.job import NumericsBackend
+from tracerl.api.job import NumericsBackend, PrefillAttends
 from tracerl.api.model import ModelShape, model_shape
 from tracerl.api.resolved import ResolvedJob
 from tracerl.engines.capture import Captured, SiteCapture, held_sites
@@ -40,7 +41,7 @@ from tracerl.engines.sglang.native import NativeCapture
 from tracerl.engines.sglang.recorder import NO_VERSION, Recorder, SlotRows, Slots
 from tracerl.engines.sglang.sampling import multinomial_with_seed
 from tracerl.engines.sglang.weights import ModelWeights
-from tracerl.methods import plan
+from tracerl.methods import Treatment, plan
 from tracerl.numerics import NonFiniteError
 from tracerl.records.pairing import RecordEntry
 from tracerl.records.sites import SiteKind, SiteTable, audit_table, site_table
@@ -151,9 +152,15 @@ class Plugin:
         **options: Any,
     ) -> Any:
         side = self._scheduler_side
-        if side is not None and not self._native and k is not None and v is not None:
-            k, v = side.key_value(layer.layer_id, k, v)
-        return original(layer, q, k, v, *args, **options)
+        if side is None or self._native or k is None or v is None:
+            return original(layer, q, k, v, *args, **options)
+        batch = args[0] if args else options["forward_batch"]
+        stored = side.key_value(layer.layer_id, k, v)
+        if not (side.exact_prefill and batch.forward_mode.is_extend()):
+            return original(layer, q, *stored, *args, **options)
+        out = original(layer, q, k, v, *args, **options)
+        side.store_key_value(layer, batch, *stored)
+        return out
 
     def _around_forward_end(
         self, original: Callable[..., Any], capturer: Any, *, forward_batch: Any, **options: Any
@@ -348,6 +355,11 @@ class _Scheduler:
                 parts=self._parts,
             )
             self._capture.begin(None if self._audit is None else slice(None))
+        self.exact_prefill = (
+            spec.quantization.prefill_attends is PrefillAttends.EXACT
+            and method.site(shape.full_attention_layers[0], SiteKind.KEY).rollout is not Treatment.UNQUANTIZED
+        )
+        self._first_attention = shape.full_attention_layers[0]
         self._routed = [
             site.layer for site in table.sites if site.kind is SiteKind.ROUTES and self._part == 0
         ]
@@ -455,6 +467,18 @@ class _Scheduler:
             return k, v
         return out_k.reshape(k.shape), out_v.reshape(v.shape)
 
+    def store_key_value(self, layer: Any, batch: Any, k: Tensor, v: Tensor) -> None:
+        """Put quantised keys and values where a prefill has just stored, and attended, exact ones."""
+        from sglang.srt.mem_cache.memory_pool import KVWriteLoc  # noqa: PLC0415
+
+        rows = k.shape[0]
+        self._runner.token_to_kv_pool.set_kv_buffer(
+            layer,
+            KVWriteLoc.for_batch(batch),
+            k.reshape(rows, layer.tp_k_head_num, -1),
+            v.reshape(rows, layer.tp_v_head_num, -1),
+        )
+
     def _finite(self, treat: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         try:
             return treat(x)
@@ -487,6 +511,8 @@ class _Scheduler:
             ids = capturer._get_local_slice(batch, can_run_graph, cuda_graph_batch)[:rows]
             for layer in self._routed:
                 self._capture.routes(layer, ids[:, layer].clone())
+        if self.exact_prefill:
+            self._emulated.exact_from(self._first_attention, _exact_from(batch))
         captured: list[Captured] | None = None
         if rows:
             try:
@@ -677,6 +703,19 @@ def _slots_of(request: Any, pool: Any) -> Callable[[int], Slots]:
         return slots
 
     return slots_of
+
+
+def _exact_from(batch: Any) -> Tensor:
+    """First position that each row of a pass attends exactly, int64 [rows]; the one behind it if none is.
+
+    A prefill computes the keys and values from the end of the cached prefix on itself. A decoded token's are
+    stored before it attends, its own among them.
+    """
+    if batch.forward_mode.is_extend():
+        starts: Tensor = batch.extend_prefix_lens.repeat_interleave(batch.extend_seq_lens)
+        return starts.long()
+    after: Tensor = batch.positions + 1
+    return after.long()
 
 
 def _end_session(updater: Any) -> None:

@@ -90,6 +90,12 @@ CALLED = (
     ),
     Seam(_UPDATER + "record_weight_version_after_update", ("self", "weight_version")),
     Seam("state_capturer.routed_experts.RoutedExpertsCapturer._get_local_slice", ("self", "forward_batch")),
+    Seam("mem_cache.memory_pool.KVWriteLoc.for_batch", ("forward_batch",)),
+    Seam(
+        "mem_cache.memory_pool.MHATokenToKVPool.set_kv_buffer",
+        ("self", "layer", "loc_info", "cache_k", "cache_v"),
+    ),
+    Seam("model_executor.forward_batch_info.ForwardMode.is_extend", ("self",)),
     Seam("runtime_context.RuntimeContext.override", ("self", "source")),
     Seam("layers.moe.fused_moe_native.moe_forward_native", ("layer", "x", "topk_output")),
     Seam("entrypoints.engine.Engine.__init__", ("self",)),

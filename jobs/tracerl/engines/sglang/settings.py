@@ -8,7 +8,7 @@ from typing import Any
 
 from tracerl.api.constants import Reason
 from tracerl.api.errors import InputError, JobError
-from tracerl.api.job import DType, NumericsBackend, SecondInput, Spec, Target
+from tracerl.api.job import DType, NumericsBackend, PrefillAttends, SecondInput, Spec, Target
 from tracerl.api.model import ModelShape
 
 _SPARE_TOKENS = 16
@@ -82,6 +82,8 @@ _NATIVE: dict[str, Any] = {
     "attention_backend": "trtllm_mha",
     "quantization": "modelopt_fp4",
     "kv_cache_dtype": "nvfp4",
+    # A prefill that attends an FP8 copy of the cache would have its own keys and values in BF16.
+    "prefill_kv_cache_dequant_dtype": "nvfp4",
     "moe_runner_backend": "flashinfer_trtllm",
 }
 """What the Native back end changes. Not run: it needs Blackwell."""
@@ -124,6 +126,10 @@ def refuse(spec: Spec) -> None:
     if rollout.numerics is NumericsBackend.NATIVE:
         if rollout.gpus_per_node == 0:
             raise _cannot("spec.rollout.numerics", "Native needs GPUs with FP4 arithmetic", "Emulated")
+        if spec.quantization.prefill_attends is not PrefillAttends.QUANTIZED:
+            raise _cannot(
+                "spec.quantization.prefillAttends", "its kernels attend what is stored", "Quantized"
+            )
         if spec.records.audit_every:
             raise _cannot("spec.records.auditEvery", "whole codes of all layers stay on the device", "0")
         if spec.quantization.second_input is SecondInput.RECORDED:
