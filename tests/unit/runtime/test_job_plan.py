@@ -84,7 +84,6 @@ def test_what_this_version_refuses_of_the_gb200_manifests() -> None:
         assert paths == [
             "spec.trainer.gpusPerNode",
             "spec.trainer.parallelism.tensor",
-            "spec.trainer.parallelism.expert",
             "spec.model.uri",
         ]
         head = manifest.read_text("utf-8").partition("apiVersion")[0]
