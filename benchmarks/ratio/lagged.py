@@ -87,6 +87,8 @@ class OneProcessRollout:
         prompts: Sequence[Sequence[int]],
         sampling: Sequence[Sampling],
         ids: Sequence[str],
+        *,
+        record: bool = True,
     ) -> list[Generation]:
         """Generate everything and wait for it."""
         futures: list[Future[Finished | Broken]] = [Future() for _ in prompts]
@@ -100,6 +102,7 @@ class OneProcessRollout:
                     seed=params.seed or 0,
                     stop_token_ids=params.stop_token_ids,
                     deliver=future.set_result,
+                    recorded=record,
                 )
                 for id, prompt, params, future in zip(ids, prompts, sampling, futures, strict=True)
             ]
