@@ -99,7 +99,7 @@ class RecordStream:
         return unpack_routes(site, self.bytes_of(site)), self.present_at(site)
 
     def exact_from(self, site: Site) -> tuple[Tensor, Tensor]:
-        """Positions of a ExactFrom site, int64 [N], and which are present, bool [N]."""
+        """Positions of an ExactFrom site, int64 [N], and which are present, bool [N]."""
         return unpack_starts(self.bytes_of(site)), self.present_at(site)
 
     def _tensor_scales(self, site: Site, recorded: Tensor, present: Tensor) -> Tensor:

@@ -46,6 +46,8 @@ from tracerl.numerics import NonFiniteError
 from tracerl.records.sites import SiteKind, audit_table, site_table
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_NAME_BYTES = 128
+"""Of a site, between ranks."""
 
 
 class MegatronTrainer:
@@ -250,12 +252,14 @@ class MegatronTrainer:
             yield
         except NonFiniteError as error:
             seat.failure = error
-        (failed,) = self._largest(seat.failure is not None)
-        if not failed:
+        # The first of the ranks that failed names its site, in numbers: no rank unpickles what another sends.
+        turn = 0 if seat.failure is None else group.size() - group.rank()
+        (first,) = self._largest(turn)
+        if first == 0:
             return
-        sites: list[str | None] = [None] * group.size()
-        dist.all_gather_object(sites, None if seat.failure is None else seat.failure.site, group=group)
-        raise NonFiniteError(next(site for site in sites if site is not None))
+        site = seat.failure.site if seat.failure is not None and turn == first else ""
+        codes = self._largest(*site.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0"))
+        raise NonFiniteError(bytes(codes).rstrip(b"\0").decode(errors="replace"))
 
     def supervised_step(self, tokens: Tensor, loss_mask: Tensor) -> float:
         """One unquantised FP32 update (`TrainerEngine.supervised_step`)."""
