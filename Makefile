@@ -30,7 +30,7 @@ canary: install ## Train a tiny MoE with TRACE on this machine, two to three min
 	$(RUN) tracerl run jobs/examples/canary.yaml --out runs/canary-$$(date +%Y%m%d-%H%M%S)
 
 .PHONY: test
-test: install ## Unit and integration tests, about 5 minutes on 2 cores
+test: install ## Unit and integration tests, about 8 minutes on 2 cores
 	$(RUN) pytest -n 2 --dist loadgroup
 
 .PHONY: test-peers

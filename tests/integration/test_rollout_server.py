@@ -1,6 +1,7 @@
 """The rollout server over real sockets, by its client and by hand."""
 
 import asyncio
+import contextlib
 import gzip
 import json
 import signal
@@ -317,7 +318,9 @@ async def test_peers_without_the_token_hold_up_nobody(server, client):
             assert response.status == 401
     assert (await client.generate([1], greedy(1), id="amid-strangers")).finish_reason == "length"
     # There is a limit of connections, and those without the token make room.
-    assert await asyncio.wait_for(strangers[0][0].read(1), WAIT_SECONDS) == b""
+    # What was sent and is not read yet makes a reset of the end.
+    with contextlib.suppress(ConnectionResetError):
+        assert await asyncio.wait_for(strangers[0][0].read(1), WAIT_SECONDS) == b""
     for _, writer in strangers:
         writer.close()
 
