@@ -23,6 +23,8 @@ _STRIDES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 _TOOLTIP_LIMIT = 400
 _MARKER_LIMIT = 60
 _MAX_BARS = 90
+_LEAST, _MOST = 1e-300, 1e300
+"""Axes reach no further, so that no step between ticks is 0 or infinite; what lies beyond is at their end."""
 
 Number = float | int | None
 
@@ -63,14 +65,18 @@ def finite(value: object) -> float | None:
     """`value` as a float, or None when it is not a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if math.isfinite(value) else None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # an integer that no float is as large as
+        return None
 
 
 def linear_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
     """About `wanted` round numbers that cover [low, high], in steps of 1, 2 or 5 times a power of ten."""
+    low, high = (min(max(bound, -_MOST), _MOST) for bound in (low, high))
     # A range that is nothing beside its own position cannot be divided in floating point.
-    if high - low <= 1e-9 * max(abs(low), abs(high)):
-        high = low + (abs(low) or 1.0)
+    if high - low <= max(1e-9 * max(abs(low), abs(high)), _LEAST):
+        high = low + (abs(low) if abs(low) > _LEAST else 1.0)
     raw = (high - low) / wanted
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
@@ -81,6 +87,7 @@ def linear_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
 
 def log_ticks(low: float, high: float) -> list[float]:
     """Decades that cover [low, high], both positive; with 2 and 5 between them when there are few."""
+    low, high = (min(max(bound, _LEAST), _MOST) for bound in (low, high))
     first, last = math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9)
     last = max(last, first + 1)
     if last - first > 3:
@@ -139,7 +146,8 @@ class _Frame:
         self.y_ticks, self._y_low, self._y_high = _scale(y_values, y)
         low, high = (min(x_values), max(x_values)) if x_values else (0.0, 1.0)
         if high == low:
-            low, high = low - 0.5, high + 0.5
+            half = max(0.5, abs(low) * 1e-9)
+            low, high = low - half, high + half
         self._x_low, self._x_high = low, high
         ticks = [tick for tick in linear_ticks(low, high, max(self.room // 90, 3)) if low <= tick <= high]
         self.x_ticks = [tick for tick in ticks if not whole_x or tick == int(tick)]

@@ -100,6 +100,19 @@ def test_a_line_chart_stays_inside_its_picture_and_shows_only_numbers(
             assert 0 <= y <= 250
 
 
+@pytest.mark.parametrize(
+    "values", [[5e-324], [-5e-324, 5e-324], [1e308, -1e308], [1e308], [5e-324, 1e308], [10**400, 1.0]]
+)
+@pytest.mark.parametrize("axis", [Y, Axis("Gap", "nats", log=True), Axis("Gap", zero=False)])
+def test_values_at_the_ends_of_floating_point_have_a_chart(values: list[float], axis: Axis) -> None:
+    steps = [float(step) for step in range(len(values))]
+    svg = line_chart([Series("TRACE", "0", steps, values)], X, axis, width=WIDE, title="t", description="d")
+    assert svg is not None
+    heights = [float(y) for y in re.findall(r'class="hover" cx="[^"]+" cy="([^"]+)"', svg)]
+    assert heights
+    assert all(0 <= height <= 290 for height in heights)
+
+
 def test_a_missing_value_interrupts_a_line_unless_it_is_of_rare_events() -> None:
     series = Series("a", "guided", [1, 2, 3, 4, 5], [1.0, 2.0, None, 4.0, 5.0])
     broken = line_chart([series], X, Y, width=WIDE, title="t", description="d")
