@@ -94,8 +94,8 @@ def load_run(directory: Path) -> Run:
     """Read a run directory. InputError when nothing in it is of a run."""
     layout = RunLayout(directory)
     document = _document(layout.job)
-    step_lines, torn_steps = read_lines(layout.metrics)
-    event_lines, torn_events = read_lines(layout.events)
+    step_lines, torn_steps = _lines(layout.metrics)
+    event_lines, torn_events = _lines(layout.events)
     if not (document or step_lines or event_lines):
         raise InputError(
             f"{directory} is not a run directory (no {layout.job.name}, {layout.metrics.name} or "
@@ -121,6 +121,17 @@ def load_run(directory: Path) -> Run:
     )
 
 
+def _lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    try:
+        return read_lines(path)
+    except NotADirectoryError:
+        raise InputError(f"{path.parent} is not a directory; give a run directory") from None
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be read ({error.strerror}); restore it or give another run"
+        ) from None
+
+
 def _document(path: Path) -> dict[str, Any]:
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -128,7 +139,7 @@ def _document(path: Path) -> dict[str, Any]:
         return {}
     except NotADirectoryError:
         raise InputError(f"{path.parent} is not a directory; give a run directory") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: not UTF-8, no date
         detail = str(error).splitlines()[0]
         raise InputError(f"{path} cannot be read ({detail}); restore it or give another run") from None
     return document if isinstance(document, dict) else {}

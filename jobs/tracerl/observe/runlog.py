@@ -245,10 +245,18 @@ class Tail:
         return (named.st_dev, named.st_ino) != (held.st_dev, held.st_ino)
 
 
+def _whole(digits: str) -> int:
+    """A whole number of a log; ValueError for one that only damage makes so long, and no float can hold."""
+    value = int(digits)
+    if value.bit_length() > 128:
+        raise ValueError(f"a whole number of {len(digits)} digits")
+    return value
+
+
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        document = json.loads(line.decode())
-    except ValueError:
+        document = json.loads(line.decode(), parse_int=_whole)
+    except (ValueError, RecursionError):
         return None
     return document if isinstance(document, dict) else None
 

@@ -162,6 +162,31 @@ def test_lines_of_another_version_are_counted_and_said(tmp_path: Path) -> None:
     assert "2 lines of the logs could not be read" in page.said
 
 
+@pytest.mark.parametrize("line", ["[" * 200_000, '{"step":' + "9" * 400 + "}"])
+def test_damage_that_json_cannot_hold_is_a_line_that_cannot_be_read(tmp_path: Path, line: str) -> None:
+    directory = write_run(tmp_path / "run", done=3)
+    with RunLayout(directory).metrics.open("a") as file:
+        file.write(f"{line}\n")
+    run = load_run(directory)
+    assert (len(run.steps), run.unreadable) == (3, 1)
+
+
+@pytest.mark.parametrize("document", ["[" * 5_000, "made: 2026-99-99"])
+def test_a_job_document_that_is_damaged_is_refused_with_its_path(tmp_path: Path, document: str) -> None:
+    directory = write_run(tmp_path / "run", done=3)
+    RunLayout(directory).job.write_text(document)
+    with pytest.raises(InputError, match=r"job.yaml cannot be read .*; restore it or give another run"):
+        load_run(directory)
+
+
+def test_a_log_that_is_no_file_is_refused_with_its_path(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run", done=3)
+    RunLayout(directory).metrics.unlink()
+    RunLayout(directory).metrics.mkdir()
+    with pytest.raises(InputError, match=r"metrics.jsonl cannot be read \(Is a directory\); restore it"):
+        load_run(directory)
+
+
 @pytest.mark.parametrize("where", ["event", "reason", "directory", "job", "kind"])
 def test_hostile_text_is_shown_and_never_run(tmp_path: Path, where: str) -> None:
     name = HOSTILE.replace("/", "∕") if where == "directory" else "run"
