@@ -145,14 +145,22 @@ _STDOUT = Path("-")
 
 
 def _require_place(place: Path | None) -> None:
-    """Refuse a file that cannot be made before anything is run for it."""
+    """Refuse a file that cannot be made, or is none, before anything is run for it."""
+    import tempfile
+
     from tracerl.api.errors import InputError
 
-    if (
-        place is not None
-        and place != _STDOUT
-        and (place.is_dir() or not os.access(place.absolute().parent, os.W_OK))
-    ):
+    if place is None or place == _STDOUT:
+        return
+    try:
+        # What is replaced must be a file: not a directory, a pipe, or a device such as /dev/null.
+        possible = not place.is_symlink() and (place.is_file() or not place.exists())
+        if possible:
+            # As `write_atomically` makes it, since what may be written is not always what access(2) says.
+            tempfile.TemporaryFile(prefix=f".{place.name}.", dir=place.absolute().parent).close()
+    except OSError:
+        possible = False
+    if not possible:
         raise InputError(f"--junit {place} cannot be written; give a file in a directory that is there, or -")
 
 

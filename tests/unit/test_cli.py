@@ -78,6 +78,9 @@ BAD_INPUT: list[tuple[list[str], str]] = [
     (["report", "nowhere"], "is not a run directory"),
     (["run", "job.yaml", "--junit", "nowhere/junit.xml"], "--junit nowhere/junit.xml cannot be written"),
     (["canary", "job.yaml", "--junit", "taken"], "--junit taken cannot be written; give a file"),
+    (["canary", "job.yaml", "--junit", "/dev/null"], "--junit /dev/null cannot be written; give a file"),
+    (["canary", "job.yaml", "--junit", "x" * 300], "cannot be written; give a file"),
+    (["run", "job.yaml", "--junit", "job.yaml/junit.xml"], "--junit job.yaml/junit.xml cannot be written"),
     (["canary", "nowhere.yaml"], "nowhere.yaml does not exist"),
     (["canary", "job.yaml", "--timeout", "15"], "'15' is not a time such as 90s, 15m or 2h"),
 ]
