@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
 from pydantic import ValidationError
 
 from tracerl.api.constants import LABEL_CANARY, ConditionType, Reason
@@ -38,6 +39,8 @@ _PLURAL = "tracerljobs"
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _FINAL = (400, 401, 403, 404, 405, 409, 422)
 """Answers of the API server that asking again does not change."""
+_DAMAGED = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+"""What the package raises for a KUBECONFIG, or an answer, of another shape than it takes for granted."""
 
 Document = dict[str, Any]
 
@@ -104,8 +107,13 @@ def outcome_of(name: str, canary: Canary, status: Status) -> Outcome:
             f"trj/{name} has not ended after {canary.timeout_seconds} s, and last said {last}; it is left as "
             "it is: look at it with kubectl describe, or give it longer with --timeout",
         )
-    else:
+    elif kind in conditions:
         reason, message = conditions[kind].reason, conditions[kind].message
+    else:
+        raise InputError(
+            f"the status of trj/{name} is {kind} and does not say why, as of another version of TraceRL; "
+            "use the operator's version of tracerl"
+        )
     started, ended = _seconds(status.start_time), _seconds(status.completion_time)
     expectations = tuple(
         Expectation(name=one.name, wanted=one.wanted, value=_float(one.value), met=one.met)
@@ -200,7 +208,7 @@ class _Jobs:
             made = self._api.create_namespaced_custom_object(
                 **self._where, body=document, field_validation="Strict", _request_timeout=_REQUEST_SECONDS
             )
-        name: str = made["metadata"]["name"]
+            name: str = made["metadata"]["name"]
         return name
 
     def delete(self, name: str) -> None:
@@ -222,7 +230,7 @@ class _Jobs:
             found = self._api.list_namespaced_custom_object(
                 **self._where, label_selector=f"{LABEL_CANARY}=true", _request_timeout=_REQUEST_SECONDS
             )
-        items: list[Document] = found["items"]
+            items: list[Document] = found["items"]
         return items
 
     def follow(self, name: str, seconds: float) -> Iterator[Status]:
@@ -264,20 +272,29 @@ class _Jobs:
                 f"{_answer(error)}; correct that and start the canary again"
             ) from None
         except (HTTPError, OSError) as error:
-            sentence = str(error).splitlines()[0][:200]
+            sentence = _first_line(error)
             if again:
                 raise _UnreachableError(sentence) from None
             raise JobError(
                 Reason.CONFIGURATION,
                 f"the API server cannot be reached ({sentence}); see kubectl cluster-info",
             ) from None
+        except _DAMAGED as error:
+            raise InputError(
+                f"what answers in place of the API server is none ({_first_line(error)}); see kubectl "
+                "cluster-info, and correct the server in KUBECONFIG"
+            ) from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def _answer(error: Any) -> str:
     import json  # noqa: PLC0415
 
     with contextlib.suppress(ValueError, TypeError, KeyError):
-        return str(json.loads(error.body)["message"])
+        return " ".join(str(json.loads(error.body)["message"]).split())
     return f"{error.status} {error.reason}"
 
 
@@ -308,12 +325,12 @@ def _cluster(canary: Canary) -> tuple[CustomObjectsApi, str]:
         try:
             config.load_kube_config()
             _, active = config.list_kube_config_contexts()
-        except (config.ConfigException, OSError) as error:
+            own = active["context"].get("namespace") or "default"
+        except (config.ConfigException, OSError, yaml.YAMLError, *_DAMAGED) as error:
             raise InputError(
-                f"no cluster is known here ({str(error).splitlines()[0]}); say which with KUBECONFIG, or run "
+                f"no cluster is known here ({_first_line(error)}); say which with KUBECONFIG, or run "
                 "the job here with tracerl run"
             ) from None
-        own = active["context"].get("namespace") or "default"
     return client.CustomObjectsApi(), namespace or own
 
 
