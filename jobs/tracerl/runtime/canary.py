@@ -20,7 +20,7 @@ import yaml
 from pydantic import ValidationError
 
 from tracerl.api.constants import LABEL_CANARY, ConditionType, Reason
-from tracerl.api.errors import InputError, JobError
+from tracerl.api.errors import InputError, JobError, first_line
 from tracerl.api.job import GROUP, VERSION, Status, TraceRLJob
 from tracerl.observe.junit import Outcome
 from tracerl.rl.steprecord import Expectation
@@ -272,7 +272,7 @@ class _Jobs:
                 f"{_answer(error)}; correct that and start the canary again"
             ) from None
         except (HTTPError, OSError) as error:
-            sentence = _first_line(error)
+            sentence = first_line(error)
             if again:
                 raise _UnreachableError(sentence) from None
             raise JobError(
@@ -281,13 +281,9 @@ class _Jobs:
             ) from None
         except _DAMAGED as error:
             raise InputError(
-                f"what answers in place of the API server is none ({_first_line(error)}); see kubectl "
+                f"what answers in place of the API server is none ({first_line(error)}); see kubectl "
                 "cluster-info, and correct the server in KUBECONFIG"
             ) from None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def _answer(error: Any) -> str:
@@ -328,7 +324,7 @@ def _cluster(canary: Canary) -> tuple[CustomObjectsApi, str]:
             own = active["context"].get("namespace") or "default"
         except (config.ConfigException, OSError, yaml.YAMLError, *_DAMAGED) as error:
             raise InputError(
-                f"no cluster is known here ({_first_line(error)}); say which with KUBECONFIG, or run "
+                f"no cluster is known here ({first_line(error)}); say which with KUBECONFIG, or run "
                 "the job here with tracerl run"
             ) from None
     return client.CustomObjectsApi(), namespace or own
