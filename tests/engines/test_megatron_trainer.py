@@ -1,7 +1,6 @@
 """The Megatron trainer against the reference trainer: same weights, same records, the same numbers."""
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 import torch
@@ -413,16 +412,3 @@ def test_weights_of_another_model_are_refused():
     del weights["model.layers.1.mlp.experts.3.up_proj.weight"]
     with pytest.raises(InputError, match=r"the initial weights: .*experts\.3\.up_proj"):
         MegatronTrainer(SMALL, spec_of("QAT"), weights)
-
-
-# -- several processes --------------------------------------------------------------------------------------
-
-
-def test_two_data_parallel_processes_equal_one_with_the_whole_batch(tmp_path: Path):
-    from megatron_worker import run_processes, train_shares
-
-    states = run_processes(train_shares, tmp_path, processes=2)
-    alone = train_shares(0, 1)
-    for name, expected in alone.items():
-        assert torch.equal(states[0][name], states[1][name]), name
-        torch.testing.assert_close(states[0][name], expected, atol=1e-5, rtol=1e-3, msg=name)

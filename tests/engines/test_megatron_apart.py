@@ -1,4 +1,7 @@
-"""Expert parallelism over gloo against one process that holds all experts: the same numbers."""
+"""Several processes over gloo, with all experts or some of them, against one process: the same numbers.
+
+Processes are forked off this one, so this file comes before those whose tests leave threads behind.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ from megatron_worker import (
     run_processes,
     train,
     train_experts,
+    train_shares,
 )
 from rl_harness import SHAPE, Log, make_job, rollout
 from torch import Tensor
@@ -269,3 +273,11 @@ def test_a_rank_that_is_gone_is_missed_in_a_sentence(tmp_path):
         leader.close()
         with pytest.raises(JobError, match="trainer-1 is gone"):
             leader.forward(Batch(trajectories(2)), guided=True, temperature=1.0, version=0)
+
+
+def test_two_data_parallel_processes_equal_one_with_the_whole_batch(tmp_path):
+    states = run_processes(train_shares, tmp_path, processes=2)
+    expected = train_shares(0, 1)
+    for name, value in expected.items():
+        assert torch.equal(states[0][name], states[1][name]), name
+        torch.testing.assert_close(states[0][name], value, atol=1e-5, rtol=1e-3, msg=name)
