@@ -116,20 +116,24 @@ def _run(options: argparse.Namespace) -> int:
         title=f"{job.metadata.name}: {job.spec.method.name} in {_shown(directory)}",
         resume_command=_resume_command(options, directory),
     )
-    display = display_for(quiet=options.quiet)
+    # Stdout is for the XML, should it go there.
+    stream = sys.stderr if options.junit == _STDOUT else sys.stdout
+    with contextlib.redirect_stdout(stream):
+        display = display_for(quiet=options.quiet)
     try:
-        ending = run_local(request, display)
+        with contextlib.redirect_stdout(stream):
+            try:
+                ending = run_local(request, display)
+            finally:
+                display.close()
+            if ending.state == "Complete":
+                _report_run(directory, quiet=options.quiet)
     except JobError:
-        display.close()
-        with contextlib.suppress(TraceRLError):
+        with contextlib.suppress(TraceRLError), contextlib.redirect_stdout(stream):
             _report_run(directory, quiet=options.quiet)
         with contextlib.suppress(InputError):
             _judge_run(directory, options.junit)
         raise
-    finally:
-        display.close()
-    if ending.state == "Complete":
-        _report_run(directory, quiet=options.quiet)
     _judge_run(directory, options.junit)
     return _end(ending)
 
