@@ -468,7 +468,10 @@ BAD: list[tuple[list[str], str, str]] = [
         "or spec.trainer.engine: Reference",
     ),
     (
-        ["spec.observe.baselineEvery=2", "spec.trainer.nodes=2", "spec.trainer.parallelism.data=2"],
+        [
+            "spec.observe.baselineEvery=2",
+            *("spec.rollout.nodes=2", "spec.trainer.nodes=2", "spec.trainer.parallelism.data=2"),
+        ],
         "spec.observe.baselineEvery",
         "or spec.trainer.parallelism.data: 1",
     ),
