@@ -16,8 +16,9 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from tracerl.api.job import TraceRLJob
     from tracerl.observe.junit import Outcome
     from tracerl.observe.run import Ending
+    from tracerl.runtime.local import Request
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2
 
@@ -102,9 +104,8 @@ def _keep_traceback() -> str:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from tracerl.api.errors import InputError, JobError, TraceRLError
-    from tracerl.runtime.display import display_for
-    from tracerl.runtime.local import Request, load_local_job, run_directory, run_local
+    from tracerl.api.errors import InputError, JobError
+    from tracerl.runtime.local import Request, load_local_job, run_directory
 
     job = load_local_job(options.job, options.set)
     directory = run_directory(job, options.out)
@@ -116,26 +117,35 @@ def _run(options: argparse.Namespace) -> int:
         title=f"{job.metadata.name}: {job.spec.method.name} in {_shown(directory)}",
         resume_command=_resume_command(options, directory),
     )
-    # Stdout is for the XML, should it go there.
-    stream = sys.stderr if options.junit == _STDOUT else sys.stdout
-    with contextlib.redirect_stdout(stream):
-        display = display_for(quiet=options.quiet)
     try:
-        with contextlib.redirect_stdout(stream):
-            try:
-                ending = run_local(request, display)
-            finally:
-                display.close()
-            if ending.state == "Complete":
-                _report_run(directory, quiet=options.quiet)
+        with _apart_from_xml(options.junit):
+            ending = _train(request, quiet=options.quiet)
     except JobError:
-        with contextlib.suppress(TraceRLError), contextlib.redirect_stdout(stream):
-            _report_run(directory, quiet=options.quiet)
         with contextlib.suppress(InputError):
             _judge_run(directory, options.junit)
         raise
     _judge_run(directory, options.junit)
     return _end(ending)
+
+
+def _train(request: Request, *, quiet: bool) -> Ending:
+    from tracerl.api.errors import JobError, TraceRLError
+    from tracerl.runtime.display import display_for
+    from tracerl.runtime.local import run_local
+
+    display = display_for(quiet=quiet)
+    try:
+        ending = run_local(request, display)
+    except JobError:
+        display.close()
+        with contextlib.suppress(TraceRLError):
+            _report_run(request.directory, quiet=quiet)
+        raise
+    finally:
+        display.close()
+    if ending.state == "Complete":
+        _report_run(request.directory, quiet=quiet)
+    return ending
 
 
 def _judge_run(directory: Path, place: Path | None) -> None:
@@ -146,6 +156,11 @@ def _judge_run(directory: Path, place: Path | None) -> None:
 
 
 _STDOUT = Path("-")
+
+
+def _apart_from_xml(place: Path | None) -> contextlib.redirect_stdout[TextIO]:
+    """Send to stderr what is said on stdout, should that be where the XML goes."""
+    return contextlib.redirect_stdout(sys.stderr if place == _STDOUT else sys.stdout)
 
 
 def _require_place(place: Path | None) -> None:
@@ -183,25 +198,24 @@ def _write_junit(outcome: Outcome, place: Path) -> None:
 
 
 def _canary(options: argparse.Namespace) -> int:
-    from tracerl.api.load import load_job
+    from tracerl.api.load import checked_job
     from tracerl.api.manifest import read_manifest
     from tracerl.api.overrides import apply_overrides
     from tracerl.observe.junit import expectation_line
     from tracerl.runtime.canary import Canary, run_canary
 
     _require_place(options.junit)
-    job = load_job(options.job, options.set)
+    document = apply_overrides(read_manifest(options.job), options.set)
     canary = Canary(
-        document=apply_overrides(read_manifest(options.job), options.set),
-        job=job,
+        document=document,
+        job=checked_job(document, options.job),
         namespace=options.namespace,
         timeout_seconds=options.timeout,
     )
-    # Stdout is for the XML, should it go there.
-    stream = sys.stderr if options.junit == _STDOUT else sys.stdout
-    outcome = run_canary(canary, say=lambda line: print(line, file=stream, flush=True))
-    for one in outcome.expectations:
-        print(f"{'met' if one.met else 'broken':8}{expectation_line(one)}", file=stream, flush=True)
+    with _apart_from_xml(options.junit):
+        outcome = run_canary(canary, say=partial(print, flush=True))
+        for one in outcome.expectations:
+            print(f"{'met' if one.met else 'broken':8}{expectation_line(one)}", flush=True)
     if options.junit is not None:
         _write_junit(outcome, options.junit)
     if outcome.passed:

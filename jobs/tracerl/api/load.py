@@ -50,6 +50,17 @@ def load_job(
     gives the shape behind spec.model.uri, the job is only to be planned: what no engine here runs is allowed.
     """
     document = apply_overrides(read_manifest(path), overrides)
+    return checked_job(document, path, machine=machine, shape_of=shape_of)
+
+
+def checked_job(
+    document: object,
+    path: str | os.PathLike[str],
+    *,
+    machine: Machine | None = None,
+    shape_of: Callable[[str], ModelShape | None] | None = None,
+) -> TraceRLJob:
+    """Check a manifest that was read from `path`, as `load_job` does."""
     if shape_of is None:
         job, faults = _examine(document, machine)
     else:

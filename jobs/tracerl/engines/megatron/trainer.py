@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
 
-from tracerl.api.errors import InputError
+from tracerl.api.errors import InputError, first_line
 from tracerl.api.job import DType, Optimizer, Spec, TensorScaleRule
 from tracerl.api.model import ModelShape
 from tracerl.engines.base import Batch, EngineStats, Loss
@@ -113,7 +113,7 @@ class MegatronTrainer:
         except RuntimeError as error:
             raise InputError(
                 f"there is no memory for the model of {spec.model.uri}, its gradients and its optimizer "
-                f"({str(error).splitlines()[0]}); use a smaller model or a machine with more memory"
+                f"({first_line(error)}); use a smaller model or a machine with more memory"
             ) from None
         for group in self._optimizer.param_groups:
             # What Megatron's scheduler would do at every step: vectors do not decay.

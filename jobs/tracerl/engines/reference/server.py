@@ -17,7 +17,7 @@ from aiohttp import web
 from torch import Tensor
 
 from tracerl.api.constants import Reason, Role
-from tracerl.api.errors import InputError, JobError
+from tracerl.api.errors import InputError, JobError, first_line
 from tracerl.api.job import DType, TraceRLJob
 from tracerl.api.model import ModelShape, model_shape
 from tracerl.api.resolved import ResolvedJob
@@ -110,7 +110,7 @@ class RolloutServer:
         except RuntimeError as error:
             raise InputError(
                 f"there is no memory for the model and {slots} sequences of {capacity} tokens "
-                f"({str(error).splitlines()[0]}); lower spec.rollout.maxRunningRequests or kvCacheTokens"
+                f"({first_line(error)}); lower spec.rollout.maxRunningRequests or kvCacheTokens"
             ) from None
         hooks = CaptureHooks(shape, method, spec.quantization, table, tables[1] if len(tables) > 1 else None)
         self._weights = RolloutWeights(model, method, spec.quantization)
@@ -292,9 +292,7 @@ class RolloutServer:
                 try:
                     group.broadcast(tensor)
                 except RuntimeError as error:
-                    return (
-                        f"the broadcast of {name} broke ({str(error).splitlines()[0]}); open the group again"
-                    )
+                    return f"the broadcast of {name} broke ({first_line(error)}); open the group again"
                 update.tensors[name] = tensor
             return None
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tracerl.api.errors import InputError
+from tracerl.api.errors import InputError, first_line
 from tracerl.api.job import DType, Optimizer, Spec, TensorScaleRule
 from tracerl.api.model import ModelShape
 from tracerl.engines.base import Batch, EngineStats, Loss
@@ -128,7 +128,7 @@ class ReferenceTrainer:
         except RuntimeError as error:
             raise InputError(
                 f"there is no memory for the model of {spec.model.uri}, its gradients and its optimizer "
-                f"({str(error).splitlines()[0]}); use a smaller model or a machine with more memory"
+                f"({first_line(error)}); use a smaller model or a machine with more memory"
             ) from None
         self._stale = True
         if weights is None:
