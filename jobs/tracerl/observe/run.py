@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -135,6 +136,8 @@ def _lines(path: Path) -> tuple[list[dict[str, Any]], int]:
 def _document(path: Path) -> dict[str, Any]:
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        # An anchor may hold itself, which JSON refuses: whoever walks through it would never arrive.
+        json.dumps(document, default=str, skipkeys=True)
     except FileNotFoundError:
         return {}
     except NotADirectoryError:

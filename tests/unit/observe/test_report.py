@@ -171,7 +171,9 @@ def test_damage_that_json_cannot_hold_is_a_line_that_cannot_be_read(tmp_path: Pa
     assert (len(run.steps), run.unreadable) == (3, 1)
 
 
-@pytest.mark.parametrize("document", ["[" * 5_000, "made: 2026-99-99"])
+@pytest.mark.parametrize(
+    "document", ["[" * 5_000, "made: 2026-99-99", "spec: &all {spec: *all}", "job: &all [*all]"]
+)
 def test_a_job_document_that_is_damaged_is_refused_with_its_path(tmp_path: Path, document: str) -> None:
     directory = write_run(tmp_path / "run", done=3)
     RunLayout(directory).job.write_text(document)
