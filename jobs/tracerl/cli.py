@@ -168,19 +168,18 @@ def _require_place(place: Path | None) -> None:
     import tempfile
 
     from tracerl.api.errors import InputError
+    from tracerl.api.resolved import require_replaceable
 
     if place is None or place == _STDOUT:
         return
     try:
-        # What is replaced must be a file: not a directory, a pipe, or a device such as /dev/null.
-        possible = not place.is_symlink() and (place.is_file() or not place.exists())
-        if possible:
-            # As `write_atomically` makes it, since what may be written is not always what access(2) says.
-            tempfile.TemporaryFile(prefix=f".{place.name}.", dir=place.absolute().parent).close()
+        require_replaceable(place)
+        # As `write_atomically` makes it, since what may be written is not always what access(2) says.
+        tempfile.TemporaryFile(prefix=f".{place.name}.", dir=place.absolute().parent).close()
     except OSError:
-        possible = False
-    if not possible:
-        raise InputError(f"--junit {place} cannot be written; give a file in a directory that is there, or -")
+        raise InputError(
+            f"--junit {place} cannot be written; give a file in a directory that is there, or -"
+        ) from None
 
 
 def _write_junit(outcome: Outcome, place: Path) -> None:

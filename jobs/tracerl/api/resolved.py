@@ -8,6 +8,7 @@ meet.
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from dataclasses import dataclass
@@ -266,8 +267,10 @@ class RunLayout:
 def write_atomically(path: Path, text: str) -> None:
     """Replace a file so that a reader or a crash sees the old or the new content, never a part.
 
-    Raises OSError when the directory is missing, not writable or full; nothing is left behind then.
+    Raises OSError when the directory is missing, not writable or full, or when what is there is no file of
+    its own: a directory, a link, a pipe, a device such as /dev/null. Nothing is left behind then.
     """
+    require_replaceable(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("x", encoding="utf-8") as file:
@@ -278,3 +281,9 @@ def write_atomically(path: Path, text: str) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def require_replaceable(path: Path) -> None:
+    """Raise OSError when `write_atomically` would take the place of something that is no file of its own."""
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise OSError(errno.EINVAL, "what is there is no regular file", str(path))

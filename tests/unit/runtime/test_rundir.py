@@ -7,6 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -15,7 +16,7 @@ from live_processes import processes_of, wait_until
 
 from tracerl.api.errors import InputError
 from tracerl.api.job import TraceRLJob
-from tracerl.api.resolved import EndpointFile, ResolvedJob, RunLayout
+from tracerl.api.resolved import EndpointFile, ResolvedJob, RunLayout, write_atomically
 from tracerl.observe.run import Ending
 from tracerl.runtime import rundir
 from tracerl.transport.ring.file import RingDirectory
@@ -148,6 +149,7 @@ def test_what_may_change_when_a_run_is_resumed(tmp_path, spec, changed):
 
 HOLDER = """
 import sys
+from pathlib import Path
 from pathlib import Path
 from tracerl.runtime.rundir import claimed
 with claimed(Path(sys.argv[1])):
@@ -419,3 +421,17 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     assert b"OSError" in done.stderr
     assert target.read_text() == "old"
     assert [*tmp_path.iterdir()] == [target]
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("file")])
+def test_what_is_no_regular_file_is_not_replaced(tmp_path, make):
+    """As root one would else lose /dev/null itself."""
+    (tmp_path / "file").write_text("old")
+    target = tmp_path / "target"
+    make(target)
+    kind = stat.S_IFMT(target.lstat().st_mode)
+    with pytest.raises(OSError, match="what is there is no regular file"):
+        write_atomically(target, "new")
+    assert stat.S_IFMT(target.lstat().st_mode) == kind
+    assert (tmp_path / "file").read_text() == "old"
+    assert len([*tmp_path.iterdir()]) == 2
