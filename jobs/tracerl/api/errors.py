@@ -50,3 +50,10 @@ def first_line(error: BaseException) -> str:
     """Give the first line of what an error of another library says, 300 characters at most, or its type."""
     lines = str(error).strip().splitlines()
     return lines[0][:300] if lines else type(error).__name__
+
+
+def how_to_install(extra: str) -> str:
+    """Say how an environment gets an extra of this package, which is in no package index."""
+    return (
+        f"run make install in TraceRL's repository (in an environment of your own: pip install '.[{extra}]')"
+    )

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tracerl.api.constants import Reason
-from tracerl.api.errors import JobError
+from tracerl.api.errors import JobError, how_to_install
 from tracerl.observe.metrics import StepExporter
 from tracerl.rl.steprecord import StepRecord
 
@@ -23,7 +23,8 @@ except ImportError:
     raise JobError(
         Reason.CONFIGURATION,
         "spec.observe.tensorboard needs the package tensorboard, which the trainer's environment does not "
-        "have; install tracerl[tensorboard] there, or leave the field out",
+        f"have; {how_to_install('tensorboard')}, on a cluster name an "
+        "image that has it, or leave the field out",
     ) from None
 
 

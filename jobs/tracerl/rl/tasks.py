@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import fsspec
 
 from tracerl.api.constants import Reason
-from tracerl.api.errors import InputError, JobError
+from tracerl.api.errors import InputError, JobError, how_to_install
 from tracerl.api.job import AnswerFormat
 from tracerl.api.job import Task as TaskSpec
 from tracerl.api.pods import REWARD_DIRECTORY
@@ -433,8 +433,8 @@ class ReasoningGym:
             if "No module named 'reasoning_gym'" in str(error):
                 raise JobError(
                     Reason.TASK_LOAD,
-                    f"{self._name} needs the package reasoning-gym; install it with: "
-                    'pip install "tracerl[tasks]", or use builtin/chain_sum',
+                    f"{self._name} needs the package reasoning-gym; {how_to_install('tasks')}, on a cluster "
+                    "name an image that has it, or use builtin/chain_sum",
                 ) from None
             raise
 

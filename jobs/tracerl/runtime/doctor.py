@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tracerl.api.errors import InputError, first_line
+from tracerl.api.errors import InputError, first_line, how_to_install
 from tracerl.api.job import Spill, TraceRLJob, quantity_bytes
 from tracerl.runtime.interpreters import interpreter, needs, require_packages
 from tracerl.runtime.rundir import OPEN_FILES, SHARED_MEMORY, cache_directory
@@ -90,7 +90,7 @@ def examine(job: TraceRLJob | None = None) -> Iterator[Check]:
         "reasoning-gym",
         gym,
         _version("reasoning-gym") if gym else "not installed",
-        "for tasks reasoning_gym/…: pip install 'tracerl[tasks]'",
+        f"for tasks reasoning_gym/…: {how_to_install('tasks')}",
         needed=False,
     )
     yield _gpu()
@@ -108,11 +108,11 @@ def _version(distribution: str) -> str:
 def _packages() -> Check:
     absent = [name for name in (*_LIBRARIES, "xxhash") if importlib.util.find_spec(name) is None]
     found = f"{', '.join(absent)} not installed" if absent else "all of the extra jobs"
-    return Check("packages", not absent, found, "pip install 'tracerl[jobs]'")
+    return Check("packages", not absent, found, how_to_install("jobs"))
 
 
 def _torch() -> Check:
-    remedy = "pip install 'tracerl[jobs]'"
+    remedy = how_to_install("jobs")
     if importlib.util.find_spec("torch") is None:
         return Check("torch", False, "not installed", remedy)
     try:
@@ -239,7 +239,7 @@ def _object_store(job: TraceRLJob) -> Check:
         # With fsspec, which may not be installed: a line above says how to get it.
         filesystems = importlib.import_module("tracerl.transport.objects.filesystem")
     except ImportError as error:
-        return Check(name, False, f"cannot be tried ({error})", "pip install 'tracerl[jobs]'")
+        return Check(name, False, f"cannot be tried ({error})", how_to_install("jobs"))
     try:
         filesystem = filesystems.open_filesystem(
             store.uri, endpoint_url=store.endpoint_url, deadline_seconds=_PROBE_SECONDS

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tracerl.api.errors import InputError
+from tracerl.api.errors import InputError, how_to_install
 from tracerl.api.job import RolloutEngine, Spec, TrainerEngine
 
 ROLES = ("rollout", "trainer")
@@ -62,7 +62,7 @@ def interpreter(role: str, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def needs(spec: Spec) -> list[Need]:
-    """Modules that the processes of a job import beside what tracerl[jobs] installs."""
+    """Modules that the processes of a job import beside what the extra jobs installs."""
     found = []
     for role, engine, module, package, environment in (
         ("rollout", RolloutEngine.SGLANG, "sglang", "SGLang", "sglang"),
@@ -76,7 +76,7 @@ def needs(spec: Spec) -> list[Need]:
             found.append(Need(role, f"spec.{role}.engine", engine, module, package, remedy))
     task = spec.task.name or ""
     if task.startswith("reasoning_gym/"):
-        remedy = "pip install 'tracerl[tasks]', or write builtin/chain_sum"
+        remedy = f"{how_to_install('tasks')}, or write builtin/chain_sum"
         found.append(Need("trainer", "spec.task.name", task, "reasoning_gym", "reasoning-gym", remedy))
     return found
 

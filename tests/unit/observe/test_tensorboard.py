@@ -91,4 +91,7 @@ def test_where_the_package_is_missing_a_sentence_says_so() -> None:
     code = "import sys\nsys.modules['tensorboard'] = None\nimport tracerl.observe.tensorboard\n"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "JobError: spec.observe.tensorboard needs the package tensorboard" in done.stderr
-    assert "install tracerl[tensorboard] there, or leave the field out" in done.stderr
+    assert (
+        "pip install '.[tensorboard]'), on a cluster name an image that has it, or leave the field out"
+        in done.stderr
+    )

@@ -96,7 +96,9 @@ def test_the_package_of_a_task_is_looked_for_where_the_trainer_runs(
 ) -> None:
     wanted = job(task={"name": "reasoning_gym/chain_sum"}).spec
     monkeypatch.setenv("TRACERL_TRAINER_PYTHON", str(with_tracerl))
-    with pytest.raises(InputError, match=r"needs reasoning-gym, which is not installed in .*; pip install"):
+    with pytest.raises(
+        InputError, match=r"needs reasoning-gym, which is not installed in .*; run make install in"
+    ):
         require_packages(wanted)
 
 

@@ -128,7 +128,7 @@ def manifest(tmp_path, **spec) -> Path:
 def test_a_task_whose_package_is_not_installed(monkeypatch, tmp_path):
     path = manifest(tmp_path, task={"name": "reasoning_gym/chain_sum"})
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(InputError, match=r"needs reasoning-gym, which is not installed; pip install"):
+    with pytest.raises(InputError, match=r"needs reasoning-gym, which is not installed; run make install in"):
         local.load_local_job(path, [])
 
 
