@@ -8,11 +8,12 @@ list, watch and delete TraceRLJobs in one namespace.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ import yaml
 from pydantic import ValidationError
 
 from tracerl.api.constants import LABEL_CANARY, ConditionType, Reason
-from tracerl.api.errors import InputError, JobError, first_line
+from tracerl.api.errors import InputError, JobError, first_line, how_to_install
 from tracerl.api.job import GROUP, VERSION, Status, TraceRLJob
 from tracerl.observe.junit import Outcome
 from tracerl.rl.steprecord import Expectation
@@ -92,7 +93,11 @@ def manifest_of(canary: Canary) -> Document:
 
 
 def _prefix(name: str) -> str:
-    return f"{name[:_PREFIX].rstrip('-')}-"
+    """What the names of a canary's jobs begin with; of no other canary's."""
+    if len(name) > _PREFIX:
+        digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+        name = f"{name[: _PREFIX - 9]}-{digest}"
+    return f"{name}-"
 
 
 def outcome_of(name: str, canary: Canary, status: Status) -> Outcome:
@@ -114,7 +119,7 @@ def outcome_of(name: str, canary: Canary, status: Status) -> Outcome:
             f"the status of trj/{name} is {kind} and does not say why, as of another version of TraceRL; "
             "use the operator's version of tracerl"
         )
-    started, ended = _seconds(status.start_time), _seconds(status.completion_time)
+    started, ended = _seconds(name, status.start_time), _seconds(name, status.completion_time)
     expectations = tuple(
         Expectation(name=one.name, wanted=one.wanted, value=_float(one.value), met=one.met)
         for one in status.progress.expectations or ()
@@ -146,10 +151,17 @@ def _float(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
-def _seconds(moment: str | None) -> float | None:
+def _seconds(name: str, moment: str | None) -> float | None:
+    """Unix time of a moment of a job's status, with fractions of a second or without."""
     if moment is None:
         return None
-    return datetime.strptime(moment, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC).timestamp()
+    try:
+        return datetime.fromisoformat(moment).timestamp()
+    except ValueError:
+        raise InputError(
+            f"the status of trj/{name} has a time that is none ({moment[:40]!r}), as of another version of "
+            "TraceRL; use the operator's version of tracerl"
+        ) from None
 
 
 def _superseded(jobs: list[Document], newest: str) -> Iterator[str]:
@@ -311,7 +323,7 @@ def _cluster(canary: Canary) -> tuple[CustomObjectsApi, str]:
     except ImportError:
         raise InputError(
             "a canary on a cluster needs the package kubernetes, which is not installed; "
-            "install tracerl[operator], or run the job here with tracerl run"
+            f"{how_to_install('operator')}, or run the job here with tracerl run"
         ) from None
     namespace = canary.namespace or canary.job.metadata.namespace
     try:
