@@ -224,10 +224,18 @@ def _canary(options: argparse.Namespace) -> int:
 
 
 def _resume_command(options: argparse.Namespace, directory: Path) -> str:
-    words = ["tracerl", "run", str(options.job)]
+    words = [*_program(), "run", str(options.job)]
     for override in options.set:
         words += ["--set", override]
     return shlex.join([*words, "--out", str(_shown(directory)), "--resume"])
+
+
+def _program() -> list[str]:
+    """How this program was called, by words that work in the same shell and directory."""
+    called = Path(sys.argv[0])
+    if called.name == "__main__.py":
+        return [sys.executable, "-m", "tracerl"]
+    return [str(_shown(called.absolute()))]
 
 
 def _shown(directory: Path) -> Path:
@@ -354,7 +362,7 @@ def _compare(options: argparse.Namespace) -> int:
     out = (options.out or Path("runs", f"{job.metadata.name}-compare")).expanduser().absolute()
     arms = plan_arms(options.job, options.set, methods, options.seeds, out)
     stopped, failures = run_arms(
-        arms, lambda: display_for(quiet=options.quiet), shlex.join(["tracerl", *options.given])
+        arms, lambda: display_for(quiet=options.quiet), shlex.join([*_program(), *options.given])
     )
     ran = [arm.directory for arm in arms if RunLayout(arm.directory).metrics.exists()]
     for directory in ran:

@@ -319,7 +319,8 @@ def test_a_run_that_is_hit_by_everything(tracerl, tmp_path):
     assert time.monotonic() - began < SECONDS / 2
     assert code == 1
     assert error == (
-        f"tracerl: stopped (Ctrl-C); to go on: tracerl run job.yaml {' '.join(more)} --out out --resume\n"
+        f"tracerl: stopped (Ctrl-C); to go on: {sys.executable} -m tracerl run job.yaml {' '.join(more)} "
+        "--out out --resume\n"
     )
     assert not processes_in(tmp_path)
     assert not rings_of(tmp_path)

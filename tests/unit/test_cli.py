@@ -384,3 +384,18 @@ def test_every_option_is_in_the_reference(capsys, command):
     options = set(re.findall(r"--[a-z-]+", capsys.readouterr().out)) - {"--help"}
     assert "--debug" in options
     assert not [option for option in options if option not in text]
+
+
+@pytest.mark.parametrize(
+    ("called", "words"),
+    [
+        ("{here}/.venv/bin/tracerl", [".venv/bin/tracerl"]),
+        (".venv/bin/tracerl", [".venv/bin/tracerl"]),
+        ("/opt/tracerl/bin/tracerl", ["/opt/tracerl/bin/tracerl"]),
+        ("/opt/tracerl/lib/tracerl/__main__.py", [sys.executable, "-m", "tracerl"]),
+    ],
+)
+def test_a_command_that_is_suggested_names_the_program_as_it_was_called(tmp_path, monkeypatch, called, words):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [called.format(here=tmp_path), "run", "job.yaml"])
+    assert cli._program() == words
