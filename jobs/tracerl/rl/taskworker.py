@@ -16,6 +16,7 @@ import math
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -89,7 +90,9 @@ def _reward_function(target: str) -> Callable[[dict[str, Any]], Answer]:
 
 
 def _reasoning_gym(name: str, parameters: dict[str, Any], seed: int) -> Callable[[dict[str, Any]], Answer]:
-    import reasoning_gym  # noqa: PLC0415 -- optional extra `tasks`
+    # What the compiler finds odd in packages that it imports is nobody's business in this log.
+    with warnings.catch_warnings(action="ignore", category=SyntaxWarning):
+        import reasoning_gym  # noqa: PLC0415 -- optional extra `tasks`
 
     chunks: dict[int, Any] = {}
 
