@@ -134,3 +134,30 @@ def test_verl_metrics_by_hand() -> None:
         "rollout_probs_diff_max": max(p_diff),
     }
     assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def test_verl_metrics_at_their_bounds_by_hand() -> None:
+    """One sequence with d = 30 and -log 8: log ratios are cut at 20, weights at 5, and nothing spreads."""
+    rollout = torch.tensor([[-31.0, -1.0]])
+    trainer = rollout + torch.tensor([[30.0, -LOG8]])
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    weights = importance(
+        rollout, trainer, None, torch.zeros(1, 2, dtype=torch.int64), mask,
+        ratio_from=RatioFrom.GUIDED, upper=5.0,
+    )  # fmt: skip
+    found = rollout_corr(rollout, weights, mask, upper=5.0)
+    mean_w = (5 + 1 / 8) / 2
+    expected = {
+        "kl": (LOG8 - 30) / 2,
+        "k3_kl": ((math.exp(30) - 31) + (1 / 8 + LOG8 - 1)) / 2,  # not cut
+        "chi2_token": (math.exp(40) + 1 / 64) / 2 - 1,
+        "chi2_seq": math.exp(40) - 1,  # of the sum, 30 - log 8, cut at 20
+        "rollout_is_mean": mean_w,
+        "rollout_is_eff_sample_size": mean_w**2 / ((25 + 1 / 64) / 2),
+        "rollout_is_ratio_fraction_high": 0.5,
+        "rollout_is_ratio_fraction_low": 0.5,
+        "rollout_is_seq_std": 0.0,
+        "rollout_is_seq_fraction_high": 1.0,  # by the ratios before the bound: (e^20 + 1/8) / 2
+        "rollout_is_seq_fraction_low": 0.0,
+    }
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
