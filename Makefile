@@ -6,6 +6,8 @@ UV_VERSION := 0.13.9
 UV := $(shell command -v uv 2>/dev/null || echo .cache/uv/bin/uv)
 PYTHON ?= python3
 RUN := $(UV) run --frozen --no-sync
+# Targets that run side by side must not remove what another one has added.
+SYNC = $(UV) sync --frozen --inexact --quiet $(EXTRAS)
 EXTRAS := --extra jobs --extra tasks --extra s3 --extra operator --extra tensorboard
 export OMP_NUM_THREADS ?= 1
 # The repository's own interpreter choice is requires-python; never download one behind the user's back in CI.
@@ -23,7 +25,7 @@ help: ## This list
 .PHONY: install
 install: $(filter .cache/uv/bin/uv,$(UV)) ## Environment in .venv/ (PyTorch and all; about 5 GB)
 	@command -v cc >/dev/null || { echo "make: a C compiler is needed for one dependency of reasoning-gym: install one (Debian: apt-get install gcc) and try again"; exit 1; }
-	@$(UV) sync --frozen --quiet $(EXTRAS)
+	@$(SYNC)
 
 .PHONY: canary
 canary: install ## Train a tiny MoE with TRACE on this machine, two to three minutes; ends with a table and report.html
@@ -73,8 +75,8 @@ test-engines: install engines ## Plugin, adapter and their records against the r
 .PHONY: test-transport
 test-transport: install ## Kills, corruption and soak of the record store, and the object store on a real S3 server
 	@command -v strace >/dev/null || { echo "make: strace is needed to kill processes at their system calls: install it (Debian: apt-get install strace) and try again"; exit 1; }
-	@$(UV) sync --frozen --quiet $(EXTRAS) --group s3
-	$(RUN) pytest -c tests/transport/pytest.ini tests/transport
+	@$(SYNC) --group s3
+	$(RUN) pytest -n 2 --dist loadfile -c tests/transport/pytest.ini tests/transport
 
 .PHONY: test-monitoring
 test-monitoring: install ## Dashboards and alerts on a real Prometheus that scrapes a real run, two minutes
@@ -87,14 +89,14 @@ CLUSTER := $(RUN) python tests/cluster/cluster.py
 .PHONY: test-cluster
 test-cluster: export TRACERL_CLUSTER ?= ci
 test-cluster: install ## Operator and jobs on a real Kubernetes, built from Go modules (11 minutes the first time), what fits CI
-	@$(UV) sync --frozen --quiet $(EXTRAS) --group s3
+	@$(SYNC) --group s3
 	@[ "$$TRACERL_CLUSTER" = api ] || $(CLUSTER) check
 	bash tests/cluster/build.sh $$([ "$$TRACERL_CLUSTER" = api ] && echo kube helm)
-	$(RUN) pytest -c tests/cluster/pytest.ini tests/cluster
+	$(RUN) pytest -n 2 --dist loadgroup -c tests/cluster/pytest.ini tests/cluster
 
 .PHONY: test-cluster-full
 test-cluster-full: install ## All of it, with Kueue, faults and soak; result in benchmarks/results/cluster-tests.json
-	@$(UV) sync --frozen --quiet $(EXTRAS) --group s3
+	@$(SYNC) --group s3
 	@$(CLUSTER) check
 	bash tests/cluster/build.sh kube containerd helm jobset kueue
 	TRACERL_CLUSTER=full TRACERL_CLUSTER_RESULTS=benchmarks/results/cluster-tests.json $(RUN) pytest -c tests/cluster/pytest.ini tests/cluster
@@ -126,13 +128,13 @@ docs: install ## Write the generated reference pages and the pictures
 .PHONY: site
 site: export NO_MKDOCS_2_WARNING = 1
 site: install ## The documentation as a site in .cache/site; a link that leads nowhere fails it
-	@$(UV) sync --frozen --quiet $(EXTRAS) --group docs
+	@$(SYNC) --group docs
 	$(RUN) mkdocs build --quiet --config-file site/mkdocs.yml
 
 .PHONY: test-site
 test-site: install ## The documentation's slow commands, and site and report in a browser; pictures in .cache/site-screens
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { echo "make: chromium with its driver is needed to look at the pages: install them (Debian: apt-get install chromium chromium-driver) and try again"; exit 1; }
-	@$(UV) sync --frozen --quiet $(EXTRAS) --group docs
+	@$(SYNC) --group docs
 	$(RUN) pytest -c tests/site/pytest.ini tests/site
 
 .PHONY: crds
