@@ -8,6 +8,12 @@ import pytest
 from documented_commands import Block, all_marked, run_block
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all, as a user has: whoever comes first warms up."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.mark.parametrize("block", all_marked(slow=True), ids=lambda block: block.name)
-def test_it_runs(block: Block, tmp_path: Path) -> None:
-    run_block(block, tmp_path)
+def test_it_runs(block: Block, tmp_path: Path, cache: Path) -> None:
+    run_block(block, tmp_path, cache)

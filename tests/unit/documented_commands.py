@@ -57,11 +57,14 @@ def all_marked(*, slow: bool) -> list[Block]:
     return [block for page in pages for block in marked(page) if block.slow is slow]
 
 
-def run_block(block: Block, where: Path) -> str:
-    """Run a block as a user does who stands in the repository; what it printed."""
+def run_block(block: Block, where: Path, cache: Path) -> str:
+    """Run a block as a user does who stands in the repository; what it printed.
+
+    `cache` is where what outlives a run is kept, as the results of a warm-up.
+    """
     for name in ("jobs", "charts"):
         (where / name).symlink_to(ROOT / name)
-    environment = {**os.environ, "TRACERL_CACHE": str(where / "cache")}
+    environment = {**os.environ, "TRACERL_CACHE": str(cache)}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     done = subprocess.run(
         ["bash", "-eo", "pipefail", "-c", block.script],

@@ -12,7 +12,7 @@ QUICK = all_marked(slow=False)
 
 @pytest.mark.parametrize("block", QUICK, ids=lambda block: block.name)
 def test_it_runs(block: Block, tmp_path: Path) -> None:
-    assert run_block(block, tmp_path)
+    assert run_block(block, tmp_path, tmp_path / "cache")
 
 
 def test_pages_that_mark_commands_are_found() -> None:
@@ -30,4 +30,6 @@ def test_a_prompt_is_not_a_part_of_a_command(tmp_path: Path) -> None:
 
 def test_a_command_that_fails_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="ended with 2"):
-        run_block(Block(Path(__file__), 0, "tracerl plan nowhere.yaml | cat\ntrue", False), tmp_path)
+        run_block(
+            Block(Path(__file__), 0, "tracerl plan nowhere.yaml | cat\ntrue", False), tmp_path, tmp_path
+        )
