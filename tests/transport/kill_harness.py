@@ -30,8 +30,11 @@ SECONDS = 30.0
 """Deadline for things that take milliseconds: reached only when they do not happen."""
 HERE = Path(__file__).resolve().parent
 PACKAGES = HERE.parents[1] / "jobs"
-COMPLETE = os.environ.get("TRACERL_KILLS") == "all"
-"""Whether to kill at every system call instead of a sample of them."""
+KILLS = os.environ.get("TRACERL_KILLS", "some")
+"""How many kills: few, as in CI; some; or all, which is at every system call instead of a sample of them."""
+assert KILLS in ("few", "some", "all"), f"TRACERL_KILLS is {KILLS!r}: write few, some or all"
+SAMPLE = 40 if KILLS == "few" else 100
+"""At how many system calls to kill."""
 NO_STRACE = (
     "strace is not installed, and kills at system calls need it: install it (Debian: apt-get install strace)"
 )
@@ -171,7 +174,7 @@ def calls_of(trace: Path) -> list[Call]:
 
 def sampled(calls: list[Call], most: int) -> list[Call]:
     """All calls with TRACERL_KILLS=all; else about so many, with all that are made once or twice."""
-    if COMPLETE or len(calls) <= most:
+    if KILLS == "all" or len(calls) <= most:
         return calls
     rare = {(name, number) for name, number in calls if number <= 2}
     often = [call for call in calls if call not in rare]

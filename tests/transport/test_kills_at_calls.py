@@ -13,12 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kill_harness import Actor, Call, Nursery, calls_of, last_call, needs_strace, nursery, sampled
+from kill_harness import SAMPLE, Actor, Call, Nursery, calls_of, last_call, needs_strace, nursery, sampled
 from kill_scene import Scene, scene
 
 _log = logging.getLogger(__name__)
 pytestmark = [needs_strace, pytest.mark.timeout(3600)]
-SAMPLE = 100
 FRAMES = 150
 """Frames that pass through a store before it is asked to end."""
 

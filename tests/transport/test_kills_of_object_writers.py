@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import xxhash
-from kill_harness import Actor, Nursery, calls_of, needs_strace, nursery, sampled
+from kill_harness import SAMPLE, Actor, Nursery, calls_of, needs_strace, nursery, sampled
 from kill_ledger import Put, Tail, frame_bytes, parse_put
 from kill_products import open_objects
 
@@ -91,7 +91,7 @@ def test_kills(actors: Nursery, tmp_path: Path, place: dict[str, Any]) -> None:
     assert counted.trace is not None
     kills: Counter[str] = Counter()
     source = open_source(place)
-    for number, call in enumerate(sampled(calls_of(counted.trace), 100)):
+    for number, call in enumerate(sampled(calls_of(counted.trace), SAMPLE)):
         ledger = tmp_path / f"victim{number}.puts"
         victim = start(actors, place, ledger, kill_at=call)
         status = victim.wait()
