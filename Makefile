@@ -63,11 +63,20 @@ canary-engines: install .cache/engines/sglang/installed .cache/engines/megatron/
 		$(RUN) tracerl run jobs/examples/canary-engines.yaml --out runs/canary-engines-$$(date +%Y%m%d-%H%M%S)
 
 .PHONY: test-engines
-test-engines: install engines ## Plugin, adapter and their records against the real SGLang and Megatron-Core, on CPU cores
+test-engines: test-sglang test-megatron test-engine-pairs ## Plugin, adapter and their records against the real SGLang and Megatron-Core, on CPU cores
+
+.PHONY: test-sglang
+test-sglang: install .cache/engines/sglang/installed ## The part of it that needs SGLang alone
 	$(call ENGINE,sglang) -m pytest -c tests/engines/pytest.ini tests/engines/test_sglang_*.py
+
+.PHONY: test-megatron
+test-megatron: install $(ENGINES:%=.cache/engines/%/installed) ## The part of it that needs Megatron-Core alone
 	for engine in $(filter megatron%,$(ENGINES)); do \
 		.cache/engines/$$engine/bin/python -m pytest -c tests/engines/pytest.ini tests/engines/test_megatron_*.py || exit 1; \
 	done
+
+.PHONY: test-engine-pairs
+test-engine-pairs: install .cache/engines/sglang/installed .cache/engines/megatron/installed ## The part of it that needs both
 	TRACERL_ROLLOUT_PYTHON=$(call ENGINE,sglang) $(call ENGINE,megatron) -m pytest -c tests/engines/pytest.ini tests/engines/test_compare_*.py
 	TRACERL_ROLLOUT_PYTHON=$(call ENGINE,sglang) TRACERL_TRAINER_PYTHON=$(call ENGINE,megatron) \
 		$(RUN) python -m pytest -c tests/engines/pytest.ini tests/engines/test_loop_*.py
