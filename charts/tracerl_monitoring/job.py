@@ -5,7 +5,7 @@ from __future__ import annotations
 from tracerl.api.constants import Role
 from tracerl_monitoring.panels import Board, Kind, Panel, Query, Row, Variable
 from tracerl_monitoring.rest import with_the_rest
-from tracerl_monitoring.series import ONE_JOB, increase, most, rate, series, total
+from tracerl_monitoring.series import ONE_JOB, increase, most, quantile, rate, series, total
 
 _GAP = "tracerl_train_rollout_logprob_abs_diff"
 _RING = "tracerl_store_ring_bytes"
@@ -316,15 +316,15 @@ _OBJECTS = Row(
     (
         Panel(
             "S3 latency",
-            (
+            tuple(
                 Query(
-                    _mean_time(
-                        "tracerl_object_request_seconds_total", "tracerl_object_requests_total", "operation"
-                    ),
-                    "{{operation}}",
-                ),
+                    quantile(share, "tracerl_object_request_duration_seconds", ONE_JOB, by="operation"),
+                    f"{{{{operation}}}} {share}",
+                )
+                for share in ("0.5", "0.99")
             ),
-            "Mean time of a rollout's requests, by operation, without the wait for their turn.",
+            "Time of a rollout's requests, by operation: half, and 99 of 100, took no longer; without the "
+            "wait for their turn.",
             unit="s",
             step="1m",
             alerts=("TraceRLObjectStoreFailing",),

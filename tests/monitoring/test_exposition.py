@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import subprocess
 from itertools import product
@@ -9,7 +10,7 @@ from itertools import product
 import pytest
 
 from tracerl.api.constants import METRICS, Role
-from tracerl.transport.exposition import exposition
+from tracerl.transport.exposition import Distribution, exposition
 from tracerl_operator.shell.kinds import JOB
 from tracerl_operator.shell.metrics import Metrics
 
@@ -20,8 +21,12 @@ pytestmark = pytest.mark.skipif(
 
 def of_a_job(role: Role) -> bytes:
     """Every metric of a role of a job with every listed label value, by its exporter's builder."""
+    several = Distribution({0.5: 1, math.inf: 1}, 2.5)
     values = {
-        spec.name: dict.fromkeys(product(*(listed or ("open",) for listed in spec.values)), 1.0)
+        spec.name: dict.fromkeys(
+            product(*(listed or ("open",) for listed in spec.values)),
+            several if spec.type == "histogram" else 1.0,
+        )
         for spec in METRICS
         if spec.source is role
     }

@@ -11,14 +11,19 @@ from test_alert_rules import promtool
 from test_queries import QUERIES, chosen, is_produced
 
 _JOB = 'namespace="team",job="canary",pod="canary-node-0-0"'
-# A minute apart: 60 writes of half a second each, 30 reads of a quarter, one read in two failed.
+_DURATION = "tracerl_object_request_duration_seconds"
+# A minute apart: 60 writes, 45 of which took no longer than 0.25 s and all no longer than 0.5 s; 30 reads,
+# all within 0.1 s; one read in two failed.
 SERIES = {
     f'tracerl_object_requests_total{{{_JOB},operation="write",result="ok"}}': "0+60x20",
     f'tracerl_object_requests_total{{{_JOB},operation="write",result="failed"}}': "0+0x20",
     f'tracerl_object_requests_total{{{_JOB},operation="read",result="ok"}}': "0+15x20",
     f'tracerl_object_requests_total{{{_JOB},operation="read",result="failed"}}': "0+15x20",
-    f'tracerl_object_request_seconds_total{{{_JOB},operation="write"}}': "0+30x20",
-    f'tracerl_object_request_seconds_total{{{_JOB},operation="read"}}': "0+7.5x20",
+    **{
+        f'{_DURATION}_bucket{{{_JOB},operation="{operation}",le="{bound}"}}': f"0+{n}x20"
+        for operation, counts in {"write": (0, 45, 60, 60), "read": (30, 30, 30, 30)}.items()
+        for bound, n in zip(("0.1", "0.25", "0.5", "+Inf"), counts, strict=True)
+    },
     f'tracerl_object_uploads_total{{{_JOB},result="ok"}}': "0+6x20",
     f'tracerl_object_uploads_total{{{_JOB},result="failed"}}': "0+1x20",
     f"tracerl_object_uploaded_bytes_total{{{_JOB}}}": "0+6000x20",
@@ -29,7 +34,11 @@ SERIES = {
     f"tracerl_baseline_pairs{{{_JOB}}}": "1+1x20",
 }
 EXPECTED = {
-    "S3 latency A": {'{operation="write"}': 0.5, '{operation="read"}': 0.25},
+    # Values lie evenly in their bucket: the 30th of 60 two thirds up from 0.1 to 0.25, the 15th of 30 half
+    # way to 0.1.
+    "S3 latency A": {'{operation="write"}': 0.2, '{operation="read"}': 0.05},
+    # The 59.4th of 60 is 14.4 of 15 up from 0.25 to 0.5, the 29.7th of 30 99 of 100 up to 0.1.
+    "S3 latency B": {'{operation="write"}': 0.49, '{operation="read"}': 0.099},
     "Requests A": {
         '{operation="write",result="ok"}': 1,
         '{operation="write",result="failed"}': 0,

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from tracerl.engines.frames import FrameWriter
 from tracerl.transport.base import TransportError
-from tracerl.transport.objects.filesystem import OPERATIONS
+from tracerl.transport.objects.filesystem import DURATION_BOUNDS, OPERATIONS
 
 if TYPE_CHECKING:
     # prometheus_client looks for SGLang's directory when it is imported, which is not made by then.
-    from tracerl.transport.exposition import Values
+    from tracerl.transport.exposition import Distribution, Values
 
 SinkState = tuple[int, dict[str, int]] | None
 """Frame bytes that a sink's store holds, and what the sink counted; None when it cannot say just now."""
@@ -48,10 +48,23 @@ def sink_values(state: SinkState, dropped: Mapping[str, int]) -> Values:
             for operation in operations
             for result in ("ok", "failed")
         },
-        "tracerl_object_request_seconds_total": {
-            operation: count(f"{operation}_nanoseconds") / 1e9 for operation in operations
-        },
+        "tracerl_object_request_duration_seconds": {one: _durations(one, counted) for one in operations},
     }
 
 
-_SINK_METRICS = tuple(sink_values((0, {}), {}))
+def _durations(operation: str, counted: Mapping[str, int]) -> Distribution:
+    from tracerl.transport.exposition import Distribution  # noqa: PLC0415
+
+    within = {bound: counted.get(f"{operation}_within_{bound}", 0) for bound in DURATION_BOUNDS}
+    return Distribution(within, counted.get(f"{operation}_nanoseconds", 0) / 1e9)
+
+
+_SINK_METRICS = (
+    "tracerl_records_held_bytes",
+    "tracerl_records_dropped_total",
+    "tracerl_object_uploads_total",
+    "tracerl_object_uploaded_bytes_total",
+    "tracerl_object_retries_total",
+    "tracerl_object_requests_total",
+    "tracerl_object_request_duration_seconds",
+)

@@ -8,20 +8,34 @@ place would be taken for a start, and the next value counted twice.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from tracerl.api.constants import METRICS, MetricSpec, Role
 
+T = TypeVar("T")
 Samples = Mapping[Any, float]
 """By label values: a tuple in the order of the metric's labels, text for one label, empty text for none."""
-Values = Mapping[str, Samples | None]
-"""By metric name; None: not known now."""
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """What a histogram shows: how many values were counted up to each bound, the last infinite; their sum."""
+
+    counts: Mapping[float, int]
+    """By bound, rising; a value is in that of the first bound that it does not pass."""
+    total: float
+
+
+Values = Mapping[str, Samples | Mapping[str, Distribution] | None]
+"""By metric name, of a histogram distributions by the value of its label; None: not known now."""
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -62,7 +76,7 @@ class Families(Collector):
         return families(self.role, self.read())
 
 
-def by_labels(samples: Samples) -> dict[tuple[str, ...], float]:
+def by_labels(samples: Mapping[Any, T]) -> dict[tuple[str, ...], T]:
     """Give samples by their label values as tuples."""
     return {
         labels if isinstance(labels, tuple) else (labels,) if labels else (): value
@@ -70,14 +84,26 @@ def by_labels(samples: Samples) -> dict[tuple[str, ...], float]:
     }
 
 
-def _family(spec: MetricSpec, samples: Samples | None) -> Metric:
-    kind = CounterMetricFamily if spec.type == "counter" else GaugeMetricFamily
-    family = kind(spec.name, spec.help, labels=spec.labels)
+def _family(spec: MetricSpec, samples: Mapping[Any, Any] | None) -> Metric:
+    kind: Any = _KINDS[spec.type]
+    family: Metric = kind(spec.name, spec.help, labels=spec.labels)
     found = {} if samples is None else by_labels(samples)
     if spec.type == "counter" and samples is not None:
         found = dict.fromkeys(spec.listed(), 0.0) | found
     for labels, value in found.items():
         if len(labels) != len(spec.labels):
             raise ValueError(f"{spec.name} has labels {spec.labels} and not {labels}")
-        family.add_metric(labels, value)
+        if isinstance(value, Distribution):
+            upto = zip(value.counts, itertools.accumulate(value.counts.values()), strict=True)
+            buckets = [("+Inf" if bound == math.inf else str(bound), count) for bound, count in upto]
+            family.add_metric(labels, buckets, value.total)
+        else:
+            family.add_metric(labels, value)
     return family
+
+
+_KINDS: Final = {
+    "counter": CounterMetricFamily,
+    "gauge": GaugeMetricFamily,
+    "histogram": HistogramMetricFamily,
+}

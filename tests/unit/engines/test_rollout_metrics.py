@@ -69,7 +69,7 @@ def test_a_sink_that_cannot_say_has_no_samples_and_nothing_counts_twice() -> Non
 
 
 def test_requests_to_the_object_store_are_counted_by_operation() -> None:
-    counters = {"read_ok": 4, "write_ok": 3, "write_failed": 1, "write_nanoseconds": 250_000_000}
+    counters = {"read_ok": 4, "write_ok": 3, "write_failed": 1}
     found = shown(sink_values((0, counters), {}))
     requests = found["tracerl_object_requests_total"]
     assert {labels: value for labels, value in requests.items() if value} == {
@@ -78,12 +78,30 @@ def test_requests_to_the_object_store_are_counted_by_operation() -> None:
         ("write", "failed"): 1.0,
     }
     assert len(requests) == 8
-    assert found["tracerl_object_request_seconds_total"] == {
-        ("read",): 0.0,
-        ("write",): 0.25,
-        ("delete",): 0.0,
-        ("list",): 0.0,
+
+
+def test_the_time_of_requests_is_a_histogram_by_operation() -> None:
+    """Three writes, of 4, 5 and 300 ms: two took no longer than 5 ms, all no longer than half a second."""
+    counters = {"write_within_0.005": 2, "write_within_0.5": 1, "write_nanoseconds": 309_000_000}
+    values: Values = {name: {} for name in ROLLOUT} | sink_values((0, counters), {})
+    family = next(
+        family
+        for family in text_string_to_metric_families(exposition(Role.ROLLOUT, values).decode())
+        if family.name == "tracerl_object_request_duration_seconds"
+    )
+    assert family.type == "histogram"
+    found = {
+        sample.labels.get("le", sample.name.rpartition("_")[2]): sample.value
+        for sample in family.samples
+        if sample.labels["operation"] == "write"
     }
+    assert found == {
+        **dict.fromkeys(("0.005", "0.01", "0.025", "0.05", "0.1", "0.25"), 2.0),
+        **dict.fromkeys(("0.5", "1.0", "2.5", "5.0", "10.0", "+Inf"), 3.0),
+        "count": 3.0,
+        "sum": 0.309,
+    }
+    assert {sample.labels["operation"] for sample in family.samples} == {"read", "write", "delete", "list"}
 
 
 def test_counters_have_all_listed_values_from_the_start() -> None:

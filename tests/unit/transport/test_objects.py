@@ -658,3 +658,21 @@ def test_a_secret_without_its_keys(tmp_path: Path) -> None:
     with pytest.raises(TransportError, match=r"secretName has no key AWS_SECRET_ACCESS_KEY; put") as caught:
         open_filesystem("s3://bucket/x", credentials=tmp_path)
     assert (caught.value.fault, "a-key-of-mine" in str(caught.value)) == ("permission", False)
+
+
+def test_every_try_is_in_one_bucket_of_its_operation(tmp_path: Path) -> None:
+    filesystem = open_filesystem(tmp_path.as_uri())
+    filesystem.probe()
+    (answer,) = filesystem.read([Span("nowhere", 0, 3)])
+    filesystem.close()
+    assert isinstance(answer, TransportError)
+    counters = filesystem.counters
+    tries = {
+        one: counters[f"{one}_ok"] + counters[f"{one}_failed"] for one in ("read", "write", "delete", "list")
+    }
+    assert tries == {"read": 2, "write": 1, "delete": 1, "list": 2}
+    assert counters["read_failed"] == 1
+    for operation, count in tries.items():
+        within = {name: n for name, n in counters.items() if name.startswith(f"{operation}_within_")}
+        assert len(within) == 12
+        assert sum(within.values()) == count

@@ -7,9 +7,11 @@ from any other thread.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import contextlib
 import functools
 import logging
+import math
 import random
 import secrets
 import threading
@@ -61,9 +63,12 @@ OPERATIONS: Final[dict[_Verb, str]] = {
     "listed": "list",
 }
 """What requests do, by how messages say it."""
+DURATION_BOUNDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, math.inf)
+"""Seconds that tries are sorted by."""
 _COUNTERS = (
     *("requests", "retries", "sent_bytes", "received_bytes"),
     *(f"{one}_{what}" for one in OPERATIONS.values() for what in ("ok", "failed", "nanoseconds")),
+    *(f"{one}_within_{bound}" for one in OPERATIONS.values() for bound in DURATION_BOUNDS),
 )
 
 
@@ -174,7 +179,8 @@ class FileSystem:
     @property
     def counters(self) -> dict[str, int]:
         """Totals: requests, retries, sent_bytes, received_bytes, and by operation (read, write, delete, list)
-        ``OPERATION_ok``, ``OPERATION_failed`` and ``OPERATION_nanoseconds`` of single tries.
+        ``OPERATION_ok``, ``OPERATION_failed`` and ``OPERATION_nanoseconds`` of single tries, of which each is
+        in one ``OPERATION_within_BOUND`` as well: that of the first of DURATION_BOUNDS that it did not pass.
         """
         with self._lock:
             return {name: self._counters[name] for name in _COUNTERS}
@@ -377,7 +383,9 @@ class FileSystem:
             result = "ok"
         finally:
             elapsed = time.monotonic_ns() - started
-            self._count(requests=1, **{f"{operation}_{result}": 1, f"{operation}_nanoseconds": elapsed})
+            bound = DURATION_BOUNDS[bisect.bisect_left(DURATION_BOUNDS, elapsed / 1e9)]
+            named = {f"{operation}_{result}": 1, f"{operation}_nanoseconds": elapsed}
+            self._count(requests=1, **named, **{f"{operation}_within_{bound}": 1})
 
     def _recovered(self) -> None:
         if self._troubled:
