@@ -541,10 +541,10 @@ def _travel(groups: Sequence[Group]) -> DataTable | None:
 
 
 def _record_bytes(group: Group) -> Figure:
-    one, run = group.summaries[0], group.runs[0]
+    one = group.summaries[0]
     bars = [
         ("As they travelled", one.record_bytes_per_token),
-        ("By the site table", float(run.starts[-1].row_bytes) if run.starts else None),
+        ("By the site table", one.record_row_bytes),
         ("Whole codes", one.whole_code_bytes_per_token),
     ]
     known = [(name, value) for name, value in bars if value]

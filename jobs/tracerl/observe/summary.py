@@ -109,6 +109,9 @@ class Summary(_Frozen):
     """Mean tokens of a trajectory's prompt, over all that were trained on."""
     response_tokens_mean: float | None
     record_bytes_per_token: float | None
+    """Bytes that the trainer read, over rows: with headers of frames, and what several ranks read each."""
+    record_row_bytes: int | None
+    """Bytes of a row by the site table."""
     whole_code_bytes_per_token: int | None
     """What whole codes and scales of every quantised layer would take."""
     rows: int
@@ -282,6 +285,7 @@ def summarize(run: Run) -> Summary:
         prompt_tokens_mean=_weighted((step.lengths.prompt_mean, step.trajectories) for step in steps),
         response_tokens_mean=_weighted((step.lengths.response_mean, step.trajectories) for step in steps),
         record_bytes_per_token=bytes_per_token,
+        record_row_bytes=run.starts[-1].row_bytes or None if run.starts else None,
         whole_code_bytes_per_token=run.starts[-1].whole_row_bytes or None if run.starts else None,
         rows=rows,
         rows_missing=sum(step.records.rows_missing for step in steps),
@@ -356,10 +360,12 @@ def facts(summary: Summary) -> list[tuple[str, str]]:
         lengths = f"{text.number(summary.prompt_tokens_mean)} of a prompt"
         lines.append(("Mean tokens", f"{lengths}, {text.number(summary.response_tokens_mean)} of a response"))
     if summary.rows:
-        whole = ""
+        read = f"{text.size(summary.record_bytes_per_token)} a token as read"
+        if summary.record_row_bytes:
+            read += f", {text.size(summary.record_row_bytes)} without frame headers"
         if summary.whole_code_bytes_per_token:
-            whole = f" (whole codes of all layers: {text.size(summary.whole_code_bytes_per_token)})"
-        lines.append(("Records", f"{text.size(summary.record_bytes_per_token)} a token{whole}"))
+            read += f" (whole codes of all layers: {text.size(summary.whole_code_bytes_per_token)})"
+        lines.append(("Records", read))
         reasons = ", ".join(
             f"{reason} {count:,}" for reason, count in summary.missing_by_reason.items() if count
         )
