@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 import yaml
@@ -57,6 +58,8 @@ class Scraped:
     end: float
     run: Path
     document: dict[str, Any]
+    pages: dict[str, bytes]
+    """What each exporter showed in the middle of the run, by its role."""
 
     def steps(self) -> dict[int, dict[str, Any]]:
         """The run log's records of steps by number."""
@@ -167,6 +170,17 @@ def _write(path: Path, document: Any) -> None:
     unfinished.rename(path)
 
 
+def _lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def _page(address: str, token: str) -> bytes:
+    request = Request(f"http://{address}/metrics", headers={"Authorization": f"Bearer {token}"})
+    with urlopen(request, timeout=30) as answer:
+        page: bytes = answer.read()
+    return page
+
+
 @pytest.fixture(scope="session")
 def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
     """Train a canary of some steps in the sight of Prometheus."""
@@ -211,12 +225,17 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
                             )
                         )
                         _write(found, [*stranger, *pods])
+                    if pods and not pages and _lines(run / "metrics.jsonl") > STEPS // 3:
+                        addresses["operator"] = address
+                        token = (run / "token").read_text().strip()
+                        pages.update({role: _page(where, token) for role, where in addresses.items()})
                     return process.poll() is not None
 
+                pages: dict[str, bytes] = {}
                 pods: list[dict[str, Any]] = []
                 until("the run ends", ended, 480)
             finally:
                 process.kill()
                 process.wait()
             assert process.returncode == 0, log.read_text()
-            yield Scraped(prometheus, start, time.time(), run, document)
+            yield Scraped(prometheus, start, time.time(), run, document, pages)

@@ -8,6 +8,7 @@ import subprocess
 from itertools import product
 
 import pytest
+from conftest import Scraped
 
 from tracerl.api.constants import METRICS, Role
 from tracerl.transport.exposition import Distribution, exposition
@@ -63,6 +64,13 @@ def test_a_process_of_a_job(role: Role) -> None:
 
 def test_the_operator() -> None:
     assert complaints(of_the_operator()) == ""
+
+
+@pytest.mark.parametrize("role", [*Role])
+def test_a_page_of_a_living_run(scraped: Scraped, role: Role) -> None:
+    page = scraped.pages[role]
+    assert page.count(b"# TYPE tracerl_") == sum(spec.source is role for spec in METRICS)
+    assert complaints(page) == ""
 
 
 def test_that_promtool_would_complain() -> None:
