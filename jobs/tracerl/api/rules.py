@@ -676,6 +676,57 @@ def parallelism_fits_model(facts: Facts) -> Iterator[Fault]:
             yield Fault(path, problem, f"write a divisor of {whole}")
 
 
+@_rule(Level.VALIDATE, "spec.rollout.parallelism.tensor", "spec.model.uri")
+def ranks_hold_kv_heads(facts: Facts) -> Iterator[Fault]:
+    """Every rank of a rollout has as many key-value heads as the others, or several ranks have one each."""
+    if facts.shape is None:
+        return
+    ranks, heads = facts.spec.rollout.parallelism.tensor, facts.shape.kv_heads
+    if heads % ranks and ranks % heads:
+        problem = f"is {ranks}, neither a divisor nor a multiple of the model's {heads} key-value heads"
+        yield Fault("spec.rollout.parallelism.tensor", problem, f"write a divisor of {heads}")
+
+
+@_rule(Level.VALIDATE, "spec.rollout.parallelism", "spec.rollout.gpusPerNode")
+def rollout_experts_divide_ranks(facts: Facts) -> Iterator[Fault]:
+    """Without GPUs too, expert divides the ranks of a rollout (tensor x data)."""
+    rollout, sizes = facts.spec.rollout, facts.spec.rollout.parallelism
+    ranks = sizes.tensor * sizes.data
+    if rollout.gpus_per_node == 0 and ranks % sizes.expert:
+        problem = f"is {sizes.expert}, which does not divide the rollout's ranks, {ranks}"
+        remedy = f"write a divisor of {ranks}, or spec.rollout.parallelism.tensor: {sizes.expert}"
+        yield Fault("spec.rollout.parallelism.expert", problem, remedy)
+
+
+@_rule(
+    Level.VALIDATE,
+    "spec.rollout.parallelism",
+    "spec.quantization.targets",
+    "spec.method.name",
+    "spec.model.uri",
+)
+def ranks_hold_whole_blocks(facts: Facts) -> Iterator[Fault]:
+    """The ranks that share an expert of a rollout have whole blocks of its hidden size."""
+    spec, shape, sizes = facts.spec, facts.shape, facts.spec.rollout.parallelism
+    if (
+        shape is None
+        or spec.method.name is MethodName.BF16
+        or Target.ROUTED_EXPERTS not in spec.quantization.targets
+        or sizes.tensor % sizes.expert
+    ):
+        return
+    block, ranks = BLOCK_SIZES[spec.quantization.format], sizes.tensor // sizes.expert
+    blocks, rest = divmod(shape.expert_hidden, block)
+    if rest == 0 and blocks % ranks:
+        problem = (
+            f"is {sizes.tensor}, so that {ranks} ranks share an expert, whose hidden size "
+            f"{shape.expert_hidden} is {blocks} blocks of {block}, and some block would lie on two of them"
+        )
+        times = f"{sizes.expert} times " if sizes.expert > 1 else ""
+        remedy = f"write {times}a divisor of {blocks}, or spec.quantization.targets: [KVCache]"
+        yield Fault("spec.rollout.parallelism.tensor", problem, remedy)
+
+
 @_rule(Level.API, "spec.placement.colocation", "spec.rollout.nodes", "spec.trainer.nodes")
 def colocated_nodes(facts: Facts) -> Iterator[Fault]:
     """In Pod and Node every node has a rollout and a trainer, so both have as many nodes."""

@@ -220,6 +220,21 @@ BAD: list[tuple[list[str], str, str]] = [
         "spec.rollout.parallelism.expert",
         "the model's 8 experts; write a divisor of 8",
     ),
+    (
+        ["spec.rollout={engine: SGLang, parallelism: {tensor: 2}}"],
+        "spec.rollout.parallelism.tensor",
+        "hidden size 48 is 3 blocks of 16, and some block would lie on two of them; write a divisor of 3",
+    ),
+    (
+        ["spec.rollout={engine: SGLang, parallelism: {tensor: 3}}"],
+        "spec.rollout.parallelism.tensor",
+        "neither a divisor nor a multiple of the model's 2 key-value heads; write a divisor of 2",
+    ),
+    (
+        ["spec.rollout={engine: SGLang, parallelism: {expert: 2}}"],
+        "spec.rollout.parallelism.expert",
+        "the rollout's ranks, 1; write a divisor of 1, or spec.rollout.parallelism.tensor: 2",
+    ),
     (["spec.trainer.nodes=2"], "spec.trainer.nodes", "write 1, or spec.placement.colocation: None"),
     (
         ["spec.rollout.nodes=2"],
@@ -631,7 +646,7 @@ def test_fault_of_this_machine(
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["spec.rollout={gpusPerNode: 3, parallelism: {tensor: 3}}", "spec.trainer.gpusPerNode=1"],
+        ["spec.rollout.gpusPerNode=1", "spec.trainer={gpusPerNode: 3, parallelism: {data: 3}}"],
         [
             "spec.rollout={gpusPerNode: 4, parallelism: {tensor: 2, data: 2, expert: 4}}",
             "spec.placement.colocation=None",
@@ -642,7 +657,11 @@ def test_fault_of_this_machine(
             "spec.rollout.engine=SGLang",
             "spec.trainer.engine=Megatron",
         ],
-        ["spec.rollout={engine: SGLang, gpusPerNode: 2, parallelism: {tensor: 2}, numerics: Native}", *APART],
+        [
+            "spec.rollout={engine: SGLang, gpusPerNode: 2, parallelism: {tensor: 2}, numerics: Native}",
+            "spec.model.uri=builtin://tiny-moe-deep",
+            *APART,
+        ],
         ["spec.trainer={engine: Megatron, gpusPerNode: 1, nodes: 2, parallelism: {data: 2}}", *APART],
         [
             "spec.rollout.nodes=2",
