@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tracerl.api.frames import Handle
 from tracerl.api.job import Spec, TraceRLJob
-from tracerl.api.model import BUILTIN_MODELS
+from tracerl.api.model import BUILTIN_MODELS, ModelShape, model_shape
 from tracerl.api.resolved import Endpoint, EndpointFile, Endpoints, ResolvedJob
 from tracerl.engines.base import Batch, EngineStats, Trajectory
 from tracerl.engines.client import Generation, RolloutClient, Sampling, push_from_disk
@@ -127,6 +127,9 @@ class Rollout:
 
     def __init__(self, directory: Path, spec: Spec) -> None:
         self.spec, self.resolved = spec, resolve(directory, spec)
+        shape = model_shape(spec.model.uri)
+        assert shape is not None
+        self.shape = shape
         self.store = Process(self.resolved, "store_main", "store-0")
         self.store.wait_until_it_listens()
         try:
@@ -144,7 +147,7 @@ class Rollout:
 
     @contextlib.asynccontextmanager
     async def client(self) -> AsyncIterator[RolloutClient]:
-        digest = site_table(SHAPE, self.spec).digest
+        digest = site_table(self.shape, self.spec).digest
         async with RolloutClient(self.url, TOKEN, run_id=RUN, site_table=digest) as client:
             await client.connect()
             yield client
@@ -153,7 +156,7 @@ class Rollout:
         """Weights of the next version, as a trainer writes them."""
         self.version += 1
         directory = self.resolved.run_dir / f"v{self.version}"
-        write_model(directory, SHAPE, weights.items())
+        write_model(directory, self.shape, weights.items())
         return directory
 
     async def push(self, client: RolloutClient, weights: dict[str, Tensor]) -> int:
@@ -172,8 +175,8 @@ class Rollout:
             prompt_tokens=len(prompt),
             logp_rollout=torch.tensor(one.logp),
             token_versions=one.versions,
-            records=self.records(prompt, one, site_table(SHAPE, self.spec)),
-            audit=self.records(prompt, one, audit_table(SHAPE, self.spec)) if audited else None,
+            records=self.records(prompt, one, site_table(self.shape, self.spec)),
+            audit=self.records(prompt, one, audit_table(self.shape, self.spec)) if audited else None,
         )
 
     def records(self, prompt: Sequence[int], one: Generation, table: SiteTable) -> TrajectoryRecords:
@@ -192,7 +195,7 @@ class Rollout:
 
     def compare(self, trajectories: list[Trajectory], seed: int, version: int) -> EngineStats:
         """Assert that records and log-probs are those of a trainer with the same weights; its counts."""
-        trainer = ReferenceTrainer(SHAPE, self.spec, weights_of(seed))
+        trainer = ReferenceTrainer(self.shape, self.spec, weights_of(seed, shape=self.shape))
         logp = trainer.forward(Batch(trajectories), guided=True, temperature=1.0, version=version)
         stats = trainer.stats()
         assert (stats.routes_missing, stats.guided_missing) == (0, 0)
@@ -233,9 +236,11 @@ def reader_of(frames: FrameSource) -> Callable[[Handle], memoryview]:
     return fetch
 
 
-def weights_of(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Initial weights of the tiny model, sharp enough that experts and tokens differ."""
-    weights = {name: tensor.to(dtype) for name, tensor in initial_weights(SHAPE, seed)}
+def weights_of(
+    seed: int, dtype: torch.dtype = torch.float32, *, shape: ModelShape = SHAPE
+) -> dict[str, Tensor]:
+    """Initial weights of a tiny model, sharp enough that experts and tokens differ."""
+    weights = {name: tensor.to(dtype) for name, tensor in initial_weights(shape, seed)}
     weights["lm_head.weight"] *= 2
     return weights
 

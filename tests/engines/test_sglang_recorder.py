@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -57,9 +58,10 @@ class Harness:
             rows[index, 0] = rows[index, HALF] = version
             rows[index, 1] = rows[index, HALF + 1] = self.counter
         found = np.array(zero or [], np.int64).reshape(-1, 3)
-        self.recorder.store(np.array(slots), [Captured(rows, found)], version, (0.0, 0.0))
+        self.recorder.store(np.array(slots), [Captured(rows, found)] * self.tables, version, (0.0, 0.0))
 
     counter: int = 0
+    tables: int = 1
 
     def finish(self, id: str, slots: list[int], version: int, *, prompt: int = 2) -> list[RecordEntry]:
         self.happened.clear()
@@ -91,9 +93,9 @@ def reprefill(request: pytest.FixtureRequest) -> Reprefill:
     return request.param
 
 
-@pytest.fixture
-def harness(tmp_path: Path, reprefill: Reprefill) -> Iterator[Harness]:
-    store = RingStore(tmp_path / "store")
+@contextlib.contextmanager
+def started(directory: Path, reprefill: Reprefill, *, audit_every: int = 0) -> Iterator[Harness]:
+    store = RingStore(directory / "store")
     writer = FrameWriter(limit_bytes=2**20, deadline_seconds=10)
     writer.direct(Destination(store.sink, JOB, RUN))
 
@@ -101,19 +103,26 @@ def harness(tmp_path: Path, reprefill: Reprefill) -> Iterator[Harness]:
         harness.ended[id] = entries
         harness.happened.set()
 
+    tables = [TABLE, replace(TABLE, audit=True)][: 2 if audit_every else 1]
     recorder = Recorder(
-        [SlotRows(TABLE, held_sites(TABLE), SLOTS)],
+        [SlotRows(table, held_sites(table), SLOTS) for table in tables],
         writer,
         reprefill=reprefill,
         chunk_tokens=4,
-        audit_every=0,
+        audit_every=audit_every,
         instance="recorder",
         finished=finished,
     )
-    harness = Harness(recorder, store)
+    harness = Harness(recorder, store, tables=len(tables))
     yield harness
     writer.close()
     store.close()
+
+
+@pytest.fixture
+def harness(tmp_path: Path, reprefill: Reprefill) -> Iterator[Harness]:
+    with started(tmp_path, reprefill) as harness:
+        yield harness
 
 
 def test_rows_are_those_of_the_slots(harness: Harness, reprefill: Reprefill) -> None:
@@ -276,3 +285,34 @@ def test_what_nobody_waits_for_is_released(harness: Harness) -> None:
     harness.finish("last", slots, 1)
     assert harness.store.frames() == len(harness.ended["last"])
     assert set(harness.ended) == {"done", "last"}
+
+
+def audited_by_a_rank(directory: Path, given_up: int, new_run: int) -> list[str]:
+    """Audited requests of six, of which the second and those of the first run are given up at some moment."""
+    slots = list(range(10, 20))
+    with started(directory, Reprefill.AS_SAMPLED, audit_every=2) as rank:
+        rank.compute(slots, 1)
+        for moment in range(3):
+            if moment == new_run:
+                rank.recorder.new_run()
+            if moment < 2:
+                rank.recorder.grow("before", 4 + moment, reads(slots), 1, prompt=2)
+        rank.recorder.forget("before")
+        rank.recorder.invalidate()
+        rank.compute(slots, 2)
+        rank.finish("a", slots, 2)
+        for moment in range(4):
+            if moment == given_up:
+                rank.recorder.forget("b")
+            if moment < 3:
+                rank.recorder.grow("b", 4 + moment, reads(slots), 2, prompt=2)
+        for id in "cdef":
+            rank.finish(id, slots, 2)
+        return [id for id, entries in rank.ended.items() if any(entry.audit for entry in entries)]
+
+
+@pytest.mark.parametrize("given_up", [0, 1, 3])
+@pytest.mark.parametrize("new_run", [0, 1, 2])
+def test_all_ranks_audit_the_same_requests(tmp_path: Path, given_up: int, new_run: int) -> None:
+    """Whatever a rank hears first: that a request was given up, or its rows."""
+    assert audited_by_a_rank(tmp_path, given_up, new_run) == ["a", "c", "e"]

@@ -8,6 +8,7 @@ info, tells that a server was restarted and so lost its weights and whatever it 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,6 +65,8 @@ class RolloutInfo:
     engine: str | None
     cpu_seconds: float | None
     """CPU time of its process so far."""
+    ranks: int
+    """Processes that take weights."""
 
 
 @dataclass(frozen=True)
@@ -173,6 +176,7 @@ class RolloutClient:
             site_table=answer.get("siteTable"),
             engine=answer.get("engine"),
             cpu_seconds=answer.get("cpuSeconds"),
+            ranks=answer.get("ranks", 1),
         )
 
     async def connect(self) -> RolloutInfo:
@@ -256,7 +260,7 @@ class RolloutClient:
     async def init_weights_update_group(
         self, address: str, port: int, *, rank: int, world_size: int, name: str
     ) -> None:
-        """Let the server join a `WeightGroup` as `rank`; returns when the whole group has met."""
+        """Let the server join a `WeightGroup` from `rank` on; returns when the whole group has met."""
         body = {
             "master_address": address,
             "master_port": port,
@@ -405,7 +409,7 @@ async def push_from_disk(clients: Sequence[RolloutClient], directory: str, versi
 
 
 class Broadcaster:
-    """The sending side of weight updates by broadcast: rank 0 of a group with one rank a rollout."""
+    """The sending side of weight updates by broadcast: rank 0 of a group with all ranks of all rollouts."""
 
     def __init__(self, clients: Sequence[RolloutClient], group: WeightGroup) -> None:
         self._clients, self._group = clients, group
@@ -424,7 +428,8 @@ class Broadcaster:
 
         RolloutError when one of them cannot join within the timeout.
         """
-        world = len(clients) + 1
+        ranks = [info.ranks for info in await asyncio.gather(*(client.info() for client in clients))]
+        world = 1 + sum(ranks)
         try:
             group = WeightGroup(
                 address, port, rank=0, world_size=world, name=name, timeout_seconds=timeout_seconds
@@ -435,8 +440,8 @@ class Broadcaster:
                 reason=Reason.WEIGHT_SYNC_FAILED,
             ) from None
         joins = [
-            client.init_weights_update_group(address, group.port, rank=rank, world_size=world, name=name)
-            for rank, client in enumerate(clients, start=1)
+            client.init_weights_update_group(address, group.port, rank=first, world_size=world, name=name)
+            for first, client in zip(itertools.accumulate(ranks, initial=1), clients, strict=False)
         ]
         await _all([*joins, _blocking(group.join)])
         return cls(clients, group)

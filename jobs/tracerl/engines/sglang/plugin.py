@@ -38,6 +38,7 @@ from tracerl.engines.sglang import native, seams
 from tracerl.engines.sglang.channel import PluginEnd, socket_path
 from tracerl.engines.sglang.experts import experts_forward
 from tracerl.engines.sglang.native import NativeCapture
+from tracerl.engines.sglang.ranks import any_rank, first_problem
 from tracerl.engines.sglang.recorder import NO_VERSION, Recorder, SlotRows, Slots
 from tracerl.engines.sglang.sampling import multinomial_with_seed
 from tracerl.engines.sglang.weights import ModelWeights
@@ -215,7 +216,7 @@ class Plugin:
 
     def _around_admit(self, original: Callable[..., Any], scheduler: Any, running_batch: Any) -> Any:
         side = self._scheduler_side
-        if side is None or not side.full():
+        if side is None or not scheduler.waiting_queue or not side.full():
             return original(scheduler, running_batch)
         # What a scheduler has running goes on; nothing new is prefilled until the writer has caught up.
         waiting, scheduler.waiting_queue = scheduler.waiting_queue, []
@@ -252,6 +253,7 @@ class Plugin:
                 side.update.version = recv_req.weight_version
             except InputError as error:
                 problem = str(error)
+        problem = first_problem(problem)
         return UpdateWeightFromDiskReqOutput(
             success=problem is None, message=problem or "Success", num_paused_requests=0
         )
@@ -275,6 +277,7 @@ class Plugin:
                 side.update.version = recv_req.weight_version
             except Exception as error:  # noqa: BLE001  torch raises several kinds when a peer is gone
                 problem = f"the broadcast broke ({first_line(error)}); open the group again"
+        problem = first_problem(problem)
         return UpdateWeightsFromDistributedReqOutput(success=problem is None, message=problem or "Success")
 
     def _around_end(self, original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
@@ -594,7 +597,7 @@ class _Scheduler:
 
     def full(self) -> bool:
         """Tell whether so much waits to be written that nothing new should be generated."""
-        if not self._writer.full:
+        if not any_rank(self._writer.full):
             return False
         self._stalls += 1
         return True
@@ -614,12 +617,15 @@ class _Scheduler:
         """Give the model the tensors of an update, or say why not and leave it as it is."""
         from msgspec import structs  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415
 
-        model = self._runner.model
+        model, problem = self._runner.model, None
         try:
             self._weights.load(model, update.tensors)
-            self._expert_hash = self._weights.quantise_experts(model)
         except InputError as error:
-            return str(error)
+            problem = str(error)
+        problem = first_problem(problem)
+        if problem is not None:
+            return problem
+        self._expert_hash = self._weights.quantise_experts(model)
         updater._session = structs.replace(updater._session, loaded_weights=True)
         updater.record_weight_version_after_update(update.version)
         if not updater.flush_cache(empty_cache=True):

@@ -165,8 +165,11 @@ class Recorder:
         self._finished = finished
         self._requests: dict[str, _Request] = {}
         self._ended: OrderedDict[str, TrajectoryFrames] = OrderedDict()
-        self._given_up: OrderedDict[str, None] = OrderedDict()
+        self._given_up: OrderedDict[str, bool] = OrderedDict()
+        """Whether `_seen` counts the request."""
         self._seen = 0
+        """Requests of this run in the order in which a scheduler sees them: that of all its ranks."""
+        self._counts_anew = False
         self._instance, self._passes = instance, 0
         self._prefixes: OrderedDict[tuple[int, int], _Prefix] = OrderedDict()
         """By table and first slot."""
@@ -204,6 +207,8 @@ class Recorder:
         for table in self._tables:
             table.invalidate()
         self._prefixes.clear()
+        if self._counts_anew:
+            self._seen, self._counts_anew = 0, False
 
     # -- requests -----------------------------------------------------------------------------------------
 
@@ -280,7 +285,7 @@ class Recorder:
             if frames is not None:
                 self._writer.forget(frames)
             # One that has not ended may go on until its abort arrives.
-            self._given_up[id] = None
+            self._given_up[id] = frames is not None or self._given_up.get(id, False)
             while len(self._given_up) > _REMEMBERED:
                 self._given_up.popitem(last=False)
 
@@ -291,16 +296,22 @@ class Recorder:
             self._ended.clear()
             self._given_up.clear()
             self._prefixes.clear()
+            # At the next flush, when no rank has requests that another may have counted or not.
+            self._counts_anew = True
 
     # -- inside -------------------------------------------------------------------------------------------
 
     def _request(self, id: str) -> _Request | None:
         """Give what is known of a request, from now on; None when it was given up."""
         request = self._requests.get(id)
-        if request is not None or id in self._given_up:
+        if request is not None or self._given_up.get(id):
             return request
         audited = bool(self._audit_every) and self._seen % self._audit_every == 0
         self._seen += 1
+        if id in self._given_up:
+            # Counted all the same: when it was given up is not the same moment on every rank.
+            self._given_up[id] = True
+            return None
         request = _Request(TrajectoryFrames(id), audited)
         self._requests[id] = request
         return request

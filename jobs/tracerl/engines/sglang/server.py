@@ -12,6 +12,7 @@ import math
 import os
 import secrets
 import shutil
+import signal
 import sys
 import tempfile
 from collections import Counter
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tracerl.api.constants import Reason, Role
 from tracerl.api.errors import InputError, JobError, first_line
+from tracerl.api.job import Rollout
 from tracerl.api.model import ModelShape, model_shape
 from tracerl.api.resolved import ResolvedJob
 from tracerl.engines.metrics import sink_values
@@ -376,8 +378,8 @@ class SGLangServer:
         return None
 
     def details(self) -> dict[str, Any]:
-        """The hash of `weights.expert_hash`, None where experts are not quantised or lie on several ranks."""
-        return {"expertWeights": self._expert_hash}
+        """Ranks that take weights, and the hash of `weights.expert_hash`, None where there is none."""
+        return {"ranks": self._ranks, "expertWeights": self._expert_hash}
 
     # -- metrics ------------------------------------------------------------------------------------------
 
@@ -482,7 +484,7 @@ def _values(server: SGLangServer, stats: Sequence[Mapping[str, Any]]) -> Values:
         # Every rank counts these alike.
         "tracerl_rollout_retracted_total": known(lambda: dict(stats[0]["retracted"])),
         "tracerl_rollout_reprefilled_rows_total": known(lambda: dict(stats[0]["reprefilled_rows"])),
-        "tracerl_rollout_admission_stalls_total": known(lambda: {"": sum(one["stalls"] for one in stats)}),
+        "tracerl_rollout_admission_stalls_total": known(lambda: {"": stats[0]["stalls"]}),
         "tracerl_rollout_weight_version": {} if server.version is None else {"": server.version},
     }
 
@@ -506,6 +508,8 @@ def _theirs() -> bytes:
 
 def _child_failed(*_: object) -> None:
     """What SIGQUIT does, by which SGLang's processes tell that one of them did not start."""
+    # Every rank tells, and the first is enough.
+    signal.signal(signal.SIGQUIT, signal.SIG_IGN)
     failure = failure_file(os.environ[SOCKET_VARIABLE])
     raise RuntimeError(
         failure.read_text(encoding="utf-8") if failure.exists() else "one of its processes ended"
@@ -528,7 +532,7 @@ def serve(resolved: ResolvedJob, index: int) -> None:
     refuse(spec)
     directory = Path(tempfile.mkdtemp(prefix="tracerl-sglang-"))
     try:
-        _prepare_environment(spec.rollout.gpus_per_node == 0, spec.rollout.threads, directory)
+        _prepare_environment(spec.rollout, directory)
         logging.getLogger("sglang").setLevel(logging.WARNING)
         check_version()
         check_seams(HOOKED + CALLED)
@@ -552,15 +556,23 @@ async def _serve(resolved: ResolvedJob, index: int, server: SGLangServer) -> Non
     await serve_until_stopped(resolved, index, server)
 
 
-def _prepare_environment(on_cpu: bool, threads: int, directory: Path) -> None:
+def _prepare_environment(rollout: Rollout, directory: Path) -> None:
     """Set what SGLang's modules read when they are imported, here and in its processes."""
     metrics = directory / "metrics"
     metrics.mkdir()
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(metrics)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    if not on_cpu:
+    os.environ.setdefault("OMP_NUM_THREADS", str(rollout.threads))
+    # Without a rank it would try for a minute to dump the others' state before it ends.
+    for dump in ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH"):
+        os.environ.setdefault(dump, "0")
+    if rollout.gpus_per_node:
         return
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    # Else SGLang wants a NUMA node for each rank. Its own kernels for CPUs alone would bind to these cores.
+    cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
+    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join([cores] * rollout.parallelism.tensor)
+    # PyTorch's package brings an NCCL, which SGLang would open between ranks, on devices that are not there.
+    os.environ["SGLANG_NCCL_SO_PATH"] = "none"
     kernels = str(Path(__file__).parent / "cpu_kernels")
     if kernels not in sys.path:
         sys.path.insert(0, kernels)

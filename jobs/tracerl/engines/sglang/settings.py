@@ -48,6 +48,7 @@ def engine_arguments(spec: Spec, shape: ModelShape, directory: Path) -> dict[str
         "skip_tokenizer_init": True,
         "dtype": "bfloat16" if spec.model.dtype is DType.BFLOAT16 else "float32",
         "device": "cpu" if on_cpu else "cuda",
+        "disable_custom_all_reduce": on_cpu,
         "attention_backend": "torch_native" if on_cpu else "triton",
         "sampling_backend": "pytorch",
         # Hooks that quantise decide by values, which a graph cannot.

@@ -1,0 +1,35 @@
+"""What the tensor-parallel ranks of one engine have to decide alike.
+
+Every rank runs a scheduler of its own over the same requests. Should one of them admit or refuse what another
+does not, both wait for each other for ever. All ranks call these functions at the same point.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def any_rank(flag: bool) -> bool:
+    """Tell whether the flag is set on some rank."""
+    group = _group()
+    if group.world_size == 1:
+        return flag
+    flags = torch.tensor([flag], dtype=torch.int32)
+    torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX, group=group.cpu_group)
+    return bool(flags.item())
+
+
+def first_problem(problem: str | None) -> str | None:
+    """Give the problem of the first rank that has one."""
+    group = _group()
+    if group.world_size == 1:
+        return problem
+    return next((one for one in group.all_gather_object(problem) if one is not None), None)
+
+
+def _group() -> Any:
+    from sglang.srt.runtime_context import get_parallel  # noqa: PLC0415
+
+    return get_parallel().tp_group
