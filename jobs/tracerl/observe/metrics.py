@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from importlib.metadata import version
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from aiohttp import web
 from prometheus_client.core import Metric
@@ -62,28 +62,27 @@ def position_label(start: int, stop: int) -> str:
     return str(start) if stop == start + 1 else f"{start}-{stop - 1}"
 
 
+class _Codes(NamedTuple):
+    """Audited codes of one site in one forward."""
+
+    values: int
+    mismatched: int
+    adjacent: int
+
+
+def _codes(step: StepRecord) -> Iterator[tuple[tuple[str, ...], _Codes]]:
+    for site in step.mismatch:
+        where = str(site.layer), site.kind
+        yield (*where, "unguided"), _Codes(site.rtn_values, site.rtn_mismatched, site.rtn_adjacent)
+        yield (*where, "guided"), _Codes(site.guided_values, site.guided_mismatched, site.guided_adjacent)
+
+
 def _mismatch(step: StepRecord) -> Samples:
-    return {
-        (str(site.layer), site.kind, forward): mismatched / values
-        for site in step.mismatch
-        for forward, mismatched, values in (
-            ("unguided", site.rtn_mismatched, site.rtn_values),
-            ("guided", site.guided_mismatched, site.guided_values),
-        )
-        if values
-    }
+    return {labels: one.mismatched / one.values for labels, one in _codes(step) if one.values}
 
 
 def _adjacent(step: StepRecord) -> Samples:
-    return {
-        (str(site.layer), site.kind, forward): adjacent / mismatched
-        for site in step.mismatch
-        for forward, adjacent, mismatched in (
-            ("unguided", site.rtn_adjacent, site.rtn_mismatched),
-            ("guided", site.guided_adjacent, site.guided_mismatched),
-        )
-        if mismatched
-    }
+    return {labels: one.adjacent / one.mismatched for labels, one in _codes(step) if one.mismatched}
 
 
 def _wrong_scales(step: StepRecord) -> Samples:
