@@ -8,33 +8,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rollout_servers import NODE, SHAPE, TOKEN, Process, reader_of, run_directory
 from torch import Tensor
 
-from tracerl.api.frames import Handle
 from tracerl.api.job import Spec, TraceRLJob
-from tracerl.api.model import BUILTIN_MODELS, ModelShape, model_shape
-from tracerl.api.resolved import Endpoint, EndpointFile, Endpoints, ResolvedJob
+from tracerl.api.model import ModelShape, model_shape
+from tracerl.api.resolved import ResolvedJob
 from tracerl.engines.base import Batch, EngineStats, Trajectory
 from tracerl.engines.client import Generation, RolloutClient, Sampling, push_from_disk
 from tracerl.engines.hf import initial_weights, write_model
 from tracerl.engines.reference.trainer import ReferenceTrainer
 from tracerl.records.pairing import TrajectoryRecords, assemble
 from tracerl.records.sites import SiteTable, audit_table, site_table
-from tracerl.transport.base import FrameSource, TransportError, Wanted
 from tracerl.transport.sources import RecordSources, open_source
 
-SHAPE = BUILTIN_MODELS["tiny-moe"]
-NODE, RUN, TOKEN = "node-0", "run-1", "s3cret"
+RUN = "run-1"
 START_SECONDS = 600
 
 
@@ -63,63 +58,14 @@ def spec_of(**parts: dict[str, Any]) -> Spec:
 
 def resolve(directory: Path, spec: Spec) -> ResolvedJob:
     """A run directory with a resolved job and a token."""
-    (directory / "rings").mkdir(parents=True)
-    token = directory / "token"
-    token.write_text(TOKEN + "\n")
-    resolved = ResolvedJob(
-        job=TraceRLJob.model_validate({"metadata": {"name": "rollout"}, "spec": spec}),
-        job_uid="uid-1",
-        run_dir=directory,
-        cache_dir=directory / "cache",
-        token_file=token,
-        ring_dir=directory / "rings",
-        endpoints=Endpoints(
-            directory=directory / "endpoints",
-            rollout=[Endpoint(name="rollout-0", node=NODE)],
-            store=[Endpoint(name="store-0", node=NODE)],
-            trainer=[Endpoint(name="trainer-0", node=NODE)],
-        ),
-    )
-    resolved.write(directory / "job.yaml")
-    return resolved
+    job = TraceRLJob.model_validate({"metadata": {"name": "rollout"}, "spec": spec})
+    return run_directory(directory, job)
 
 
-class Process:
-    """A process of a run."""
-
-    def __init__(self, resolved: ResolvedJob, module: str, name: str, **environment: str) -> None:
-        self.published = resolved.layout.endpoints / f"{name}.json"
-        self._log = resolved.run_dir / f"{name}.log"
-        with self._log.open("ab") as file:
-            self.process = subprocess.Popen(
-                [
-                    # Megatron's tests run with another Python than SGLang does.
-                    os.environ.get("TRACERL_ROLLOUT_PYTHON", sys.executable),
-                    "-m",
-                    f"tracerl.runtime.{module}",
-                    str(resolved.run_dir / "job.yaml"),
-                    name,
-                ],
-                stdout=file,
-                stderr=file,
-                env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-            )
-
-    def wait_until_it_listens(self) -> EndpointFile:
-        deadline = time.monotonic() + START_SECONDS
-        # A process that was killed leaves its own behind.
-        while (found := EndpointFile.read(self.published)) is None or found.pid != self.process.pid:
-            assert self.process.poll() is None, self.log()
-            assert time.monotonic() < deadline, self.log()
-            time.sleep(0.05)
-        return found
-
-    def log(self) -> str:
-        return self._log.read_text()
-
-    def end(self, number: signal.Signals = signal.SIGTERM) -> int:
-        self.process.send_signal(number)
-        return self.process.wait(60)
+def start(resolved: ResolvedJob, module: str, name: str, **environment: str) -> Process:
+    """A process of a run, with SGLang's Python: Megatron's tests run with another."""
+    python = os.environ.get("TRACERL_ROLLOUT_PYTHON", sys.executable)
+    return Process(resolved, module, name, python=python, seconds=START_SECONDS, **environment)
 
 
 class Rollout:
@@ -130,7 +76,7 @@ class Rollout:
         shape = model_shape(spec.model.uri)
         assert shape is not None
         self.shape = shape
-        self.store = Process(self.resolved, "store_main", "store-0")
+        self.store = start(self.resolved, "store_main", "store-0")
         self.store.wait_until_it_listens()
         try:
             self.start_server()
@@ -142,7 +88,7 @@ class Rollout:
 
     def start_server(self) -> None:
         """Start SGLang, for the first time or after it was killed."""
-        self.server = Process(self.resolved, "rollout_main", "rollout-0")
+        self.server = start(self.resolved, "rollout_main", "rollout-0")
         self.url = self.server.wait_until_it_listens().url
 
     @contextlib.asynccontextmanager
@@ -221,19 +167,6 @@ class Rollout:
         for process in (self.server, self.store):
             if process.process.poll() is None:
                 process.end()
-
-
-def reader_of(frames: FrameSource) -> Callable[[Handle], memoryview]:
-    """What fetches whole frames for `assemble`."""
-
-    def fetch(handle: Handle) -> memoryview:
-        with frames.borrow([Wanted(handle)]) as borrowed:
-            (piece,) = borrowed.pieces
-            if isinstance(piece, TransportError):
-                raise piece
-            return memoryview(bytes(piece[0]))
-
-    return fetch
 
 
 def weights_of(

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from conftest import NODE, RUN, TOKEN, Process, reader_of, resolve
+from conftest import NODE, RUN, TOKEN, reader_of, resolve, start
 from torch import Tensor
 
 from tracerl.api.job import Spec
@@ -121,11 +121,11 @@ def rollout(directory: Path, name: str) -> Iterator[tuple[ResolvedJob, str]]:
     model = directory / "model"
     write_model(model, SHAPE, weights().items())
     resolved = resolve(directory / "run", spec_of(model, *NUMERICS[name]))
-    store = Process(resolved, "store_main", "store-0")
+    store = start(resolved, "store_main", "store-0")
     server = None
     try:
         store.wait_until_it_listens()
-        server = Process(resolved, "rollout_main", "rollout-0")
+        server = start(resolved, "rollout_main", "rollout-0")
         yield resolved, server.wait_until_it_listens().url
     finally:
         for process in (server, store):

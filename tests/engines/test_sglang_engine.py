@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import SHAPE, TOKEN, Process, Rollout, resolve, sampling, spec_of, weights_of
+from conftest import SHAPE, TOKEN, Rollout, resolve, sampling, spec_of, start, weights_of
 from ending import until_ended
 
 from tracerl.engines.client import RolloutClient, RolloutError, RolloutUnreachableError
@@ -116,7 +116,7 @@ def test_a_server_whose_plugin_is_not_loaded_does_not_start(tmp_path: Path) -> N
         "m.entry_points = lambda **k: () if k.get('group') == 'sglang.srt.plugins' else real(**k)\n"
     )
     resolved = resolve(tmp_path / "run", spec_of())
-    server = Process(resolved, "rollout_main", "rollout-0", PYTHONPATH=str(tmp_path))
+    server = start(resolved, "rollout_main", "rollout-0", PYTHONPATH=str(tmp_path))
     assert server.process.wait(400) == 1, server.log()
     # On a CPU SGLang does not even come to the point where the server waits for the plugin's hello.
     assert any(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -213,6 +214,7 @@ async def test_a_trainer_killed_in_the_middle_of_a_broadcast(rollout: Rollout) -
             subprocess.run,
             [sys.executable, "-c", DYING_TRAINER, rollout.url, str(rollout.version)],
             cwd=Path(__file__).parent,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             timeout=300,
             check=False,
         )

@@ -20,7 +20,7 @@ from tracerl.engines.reference.weights import hf_views, initialise
 from tracerl.transport.base import FrameSource, TransportError, Wanted
 
 SHAPE = BUILTIN_MODELS["tiny-moe"]
-NODE = "node-0"
+NODE, TOKEN = "node-0", "s3cret"
 WAIT_SECONDS = 90
 
 
@@ -56,9 +56,14 @@ def resolve(
             },
         }
     )
+    return run_directory(directory, job)
+
+
+def run_directory(directory: Path, job: TraceRLJob) -> ResolvedJob:
+    """Make a run directory with a resolved job of one rollout, store and trainer, and a token."""
     (directory / "rings").mkdir(parents=True)
     token = directory / "token"
-    token.write_text("s3cret\n")
+    token.write_text(f"{TOKEN}\n")
     resolved = ResolvedJob(
         job=job,
         job_uid="uid-1",
@@ -99,59 +104,68 @@ def reader_of(frames: FrameSource) -> Callable[[Handle], memoryview]:
     return fetch
 
 
-class _Process:
-    """A process of a run; `url` once it listens."""
+class Process:
+    """A process of a run."""
 
-    def __init__(self, resolved: ResolvedJob, module: str, name: str) -> None:
-        self.resolved = resolved
+    def __init__(
+        self,
+        resolved: ResolvedJob,
+        module: str,
+        name: str,
+        *,
+        python: str = sys.executable,
+        seconds: float = WAIT_SECONDS,
+        **environment: str,
+    ) -> None:
+        """Start it; `seconds` is how long it may take until it listens."""
+        self.resolved, self._seconds = resolved, seconds
         self.published = resolved.layout.endpoints / f"{name}.json"
         self._log = resolved.run_dir / f"{name}.log"
-        before = EndpointFile.read(self.published)
+        job = str(resolved.run_dir / "job.yaml")
         with self._log.open("ab") as file:
             self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    f"tracerl.runtime.{module}",
-                    str(resolved.run_dir / "job.yaml"),
-                    name,
-                ],
+                [python, "-m", f"tracerl.runtime.{module}", job, name],
                 stdout=file,
                 stderr=file,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
             )
 
-        def listens() -> bool:
+    def wait_until_it_listens(self) -> EndpointFile:
+        """Wait; fails the test when it ends or takes too long."""
+        deadline = time.monotonic() + self._seconds
+        # A process that was killed leaves its own behind.
+        while (found := EndpointFile.read(self.published)) is None or found.pid != self.process.pid:
             assert self.process.poll() is None, self.log()
-            found = EndpointFile.read(self.published)
-            return found is not None and found != before
-
-        wait_until(listens)
-        found = EndpointFile.read(self.published)
-        assert found is not None
-        self.url, self.instance_id = found.url, found.instance_id
+            assert time.monotonic() < deadline, self.log()
+            time.sleep(0.02)
+        return found
 
     def log(self) -> str:
+        """What it said."""
         return self._log.read_text()
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Send it a signal and give its exit code."""
         self.process.send_signal(number)
         return self.process.wait(WAIT_SECONDS)
 
 
-class Store(_Process):
+class Store(Process):
     """A record store process."""
 
     def __init__(self, resolved: ResolvedJob) -> None:
         super().__init__(resolved, "store_main", "store-0")
+        self.wait_until_it_listens()
 
 
-class Server(_Process):
+class Server(Process):
     """A rollout process beside a record store, its own unless one is given."""
 
     def __init__(self, resolved: ResolvedJob, store: Store | None = None) -> None:
         self.store = store or Store(resolved)
         super().__init__(resolved, "rollout_main", "rollout-0")
+        found = self.wait_until_it_listens()
+        self.url, self.instance_id = found.url, found.instance_id
 
     def close(self) -> None:
         """End both processes, if they still run."""
