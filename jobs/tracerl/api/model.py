@@ -189,6 +189,18 @@ BUILTIN_MODELS: dict[str, ModelShape] = {
         vocab=64,
         context=128,
     ),
+    "small-moe": ModelShape.uniform(
+        8,
+        hidden=256,
+        heads=8,
+        kv_heads=2,
+        head_dim=32,
+        experts=16,
+        top_k=4,
+        expert_hidden=128,
+        vocab=64,
+        context=128,
+    ),
 }
 """Models of `builtin://NAME`: initialised from the job's seed, with the character tokenizer of 64 symbols."""
 
