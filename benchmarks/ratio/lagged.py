@@ -34,7 +34,7 @@ from tracerl.rl.loading import RecordLoader
 from tracerl.rl.parallel import LeadingEngine
 from tracerl.rl.tasks import load_task
 from tracerl.rl.tokenizer import load_tokenizer
-from tracerl.rl.train import Learner, Timer
+from tracerl.rl.train import Learner, StepOutcome, Timer
 from tracerl.rl.warmup import warm_up
 from tracerl.transport.base import FrameSink
 from tracerl.transport.objects.filesystem import open_filesystem
@@ -48,27 +48,32 @@ Weights = dict[str, Tensor]
 class OneProcessRollout:
     """The reference engine's scheduler, with what a `Generator` calls of `rl.rollouts.Rollouts`."""
 
-    def __init__(self, job: TraceRLJob, shape: ModelShape, sink: FrameSink, run_id: str) -> None:
+    def __init__(self, job: TraceRLJob, shape: ModelShape, sink: FrameSink, run_id: str, device: str) -> None:
         spec = job.spec
         method = plan(spec, shape)
         dtype = torch.bfloat16 if spec.model.dtype is DType.BFLOAT16 else torch.float32
         table = site_table(shape, spec)
+        audits = audit_table(shape, spec) if spec.records.audit_every else None
         slots = spec.rollout.max_running_requests
         capacity = spec.algorithm.max_prompt_tokens + spec.algorithm.max_response_tokens
         self._writer = FrameWriter(limit_bytes=2**30, deadline_seconds=spec.transport.deadline_seconds)
         self._writer.direct(Destination(sink, _UID, run_id))
-        model = MoEModel(shape, dtype)
+        model = MoEModel(shape, dtype, device)
         self._weights = RolloutWeights(model, method, spec.quantization)
         self._scheduler = Scheduler(
             model,
-            KVCache(shape, slots=slots, capacity=capacity, dtype=dtype),
-            CaptureHooks(shape, method, spec.quantization, table, None),
-            [RowBuffer(table, slots=slots, capacity=capacity, reprefill=spec.records.reprefill)],
+            KVCache(shape, slots=slots, capacity=capacity, dtype=dtype, device=device),
+            CaptureHooks(shape, method, spec.quantization, table, audits),
+            [
+                RowBuffer(one, slots=slots, capacity=capacity, reprefill=spec.records.reprefill)
+                for one in (table, audits)
+                if one is not None
+            ],
             self._writer,
             instance=run_id,
             kv_tokens=slots * capacity,
             chunk_tokens=spec.records.chunk_tokens,
-            audit_every=0,
+            audit_every=spec.records.audit_every,
         )
 
     def __len__(self) -> int:
@@ -134,16 +139,75 @@ def _generation(id: str, prompt: Sequence[int], outcome: Finished | Broken) -> G
     )
 
 
+class OneProcessJob:
+    """All parts of a job in this process, warmed up; whoever made it decides what is generated when.
+
+    `run_id` is unique in the process: the records of its runs lie in one memory.
+    """
+
+    def __init__(self, job: TraceRLJob, run_id: str, cache: Path, device: str = "cpu") -> None:
+        self.spec = spec = job.spec
+        shape = _shape(spec)
+        memory = f"memory://{run_id}"
+        sink = ObjectSink(
+            open_filesystem(memory),
+            store="study",
+            job_uid=_UID,
+            run_id=run_id,
+            batch_bytes=2**20,
+            batch_seconds=0.0,
+        )
+        self._source = ObjectSource(
+            open_filesystem(memory), job_uid=_UID, run_id=run_id, retention=spec.transport.object.retention
+        )
+        self._loader = RecordLoader(
+            self._source,
+            site_table(shape, spec),
+            audit_table(shape, spec),
+            job_uid=_UID,
+            run_id=run_id,
+            reprefill=spec.records.reprefill,
+        )
+        self.rollout = OneProcessRollout(job, shape, sink, run_id, device)
+        self.trainer = ReferenceTrainer(shape, spec, device=device)
+        self.task = load_task(spec.task, order_seed=spec.algorithm.seed, scratch=cache)
+        tokenizer = load_tokenizer(spec.model)
+        warm_up(self.trainer, spec, self.task, tokenizer, cache=cache, progress=_quiet, report=print)
+        self.generator = Generator(
+            spec,
+            run_id=run_id,
+            task=self.task,
+            tokenizer=tokenizer,
+            rollouts=self.rollout,  # type: ignore[arg-type]  # the part of Rollouts that a Generator uses
+            source=self._source,
+            loader=self._loader,
+            report=print,
+        )
+        engine = LeadingEngine(self.trainer, self._loader, run_id=run_id)
+        self.learner = Learner(engine, plan(spec, shape), spec)
+
+    def weights(self) -> Weights:
+        """The trainer's weights of now, to keep."""
+        return {name: value.clone() for name, value in self.trainer.export()}
+
+    def close(self) -> None:
+        """End threads and processes."""
+        self.rollout.close()
+        self._loader.close()
+        self._source.close()
+        self.task.close()
+
+
 def run(job: TraceRLJob, lags: Sequence[int], *, evaluate: int, cache: Path) -> dict[str, Any]:
     """Train; returns per-step rewards, gaps and k3 KL of rollout against trainer, and both evaluations."""
     return asyncio.run(_run(job, lags, evaluate, cache))
 
 
-def warm(job: TraceRLJob, cache: Path) -> None:
+def warm(job: TraceRLJob, cache: Path, device: str = "cpu") -> None:
     """Fill the warm-up cache for a job, so that its arms start from the same weights at once."""
     spec = job.spec
     task = load_task(spec.task, order_seed=spec.algorithm.seed, scratch=cache)
-    trainer = ReferenceTrainer(_shape(spec), spec)
+    trainer = ReferenceTrainer(_shape(spec), spec, device=device)
     warm_up(trainer, spec, task, load_tokenizer(spec.model), cache=cache, progress=_quiet, report=print)
     task.close()
 
@@ -159,85 +223,48 @@ def _quiet(*_: object) -> None:
 async def _run(job: TraceRLJob, lags: Sequence[int], evaluate: int, cache: Path) -> dict[str, Any]:
     started = time.perf_counter()
     spec = job.spec
-    shape = _shape(spec)
-    run_id = f"{spec.method.name}-{spec.algorithm.seed}"
-    memory = f"memory://{run_id}"
-    sink = ObjectSink(
-        open_filesystem(memory),
-        store="study",
-        job_uid=_UID,
-        run_id=run_id,
-        batch_bytes=2**20,
-        batch_seconds=0.0,
-    )
-    source = ObjectSource(
-        open_filesystem(memory), job_uid=_UID, run_id=run_id, retention=spec.transport.object.retention
-    )
-    loader = RecordLoader(
-        source,
-        site_table(shape, spec),
-        audit_table(shape, spec),
-        job_uid=_UID,
-        run_id=run_id,
-        reprefill=spec.records.reprefill,
-    )
-    rollout = OneProcessRollout(job, shape, sink, run_id)
-    trainer = ReferenceTrainer(shape, spec)
-    task = load_task(spec.task, order_seed=spec.algorithm.seed, scratch=cache)
-    tokenizer = load_tokenizer(spec.model)
-    warm_up(trainer, spec, task, tokenizer, cache=cache, progress=_quiet, report=print)
-    generator = Generator(
-        spec,
-        run_id=run_id,
-        task=task,
-        tokenizer=tokenizer,
-        rollouts=rollout,  # type: ignore[arg-type]  # the part of Rollouts that a Generator uses
-        source=source,
-        loader=loader,
-        report=print,
-    )
-    learner = Learner(LeadingEngine(trainer, loader, run_id=run_id), plan(spec, shape), spec)
+    parts = OneProcessJob(job, f"{spec.method.name}-{spec.algorithm.seed}", cache)
     history: deque[Weights] = deque(maxlen=max(lags) + 1)
     steps: list[dict[str, Any]] = []
     prompts = spec.algorithm.prompts_per_step
     try:
         rewards = {}
         for step in range(spec.algorithm.steps + 1):
-            history.append({name: value.clone() for name, value in trainer.export()})
+            history.append(parts.weights())
             if step in {0, spec.algorithm.steps}:
-                await rollout.use(step, history[-1])
-                rewards[step] = await generator.evaluate(task.held_out[:evaluate], step)
+                await parts.rollout.use(step, history[-1])
+                rewards[step] = await parts.generator.evaluate(parts.task.held_out[:evaluate], step)
             if step == spec.algorithm.steps:
                 break
             groups = []
             for part, lag in enumerate(lags):
                 version = max(0, step - lag)
-                await rollout.use(version, history[version - step - 1])
+                await parts.rollout.use(version, history[version - step - 1])
                 first = step * prompts + part * prompts // len(lags)
-                groups += await generator.groups(range(first, first + prompts // len(lags)))
-            outcome = learner.step(groups, step, Timer())
-            await generator.release(groups)
-            unguided = outcome.gap_unguided or outcome.gap_guided
-            steps.append(
-                {
-                    "reward": outcome.reward.mean,
-                    "gapGuided": outcome.gap_guided.mean,
-                    "gapUnguided": unguided.mean,
-                    "k3Kl": outcome.rollout_corr["k3_kl"],
-                    "isWeightMean": outcome.rollout_corr["rollout_is_mean"],
-                    "clipFraction": outcome.policy.clip_fraction,
-                    "gradNorm": outcome.policy.grad_norm,
-                    "missing": outcome.engine.records.missing.total(),
-                }
-            )
+                groups += await parts.generator.groups(range(first, first + prompts // len(lags)))
+            outcome = parts.learner.step(groups, step, Timer())
+            await parts.generator.release(groups)
+            steps.append(step_figures(outcome))
     finally:
-        rollout.close()
-        loader.close()
-        source.close()
-        task.close()
+        parts.close()
     return {
         "steps": steps,
         "heldOutStart": rewards[0],
         "heldOutEnd": rewards[spec.algorithm.steps],
         "seconds": time.perf_counter() - started,
+    }
+
+
+def step_figures(outcome: StepOutcome) -> dict[str, Any]:
+    """What a study keeps of a step."""
+    unguided = outcome.gap_unguided or outcome.gap_guided
+    return {
+        "reward": outcome.reward.mean,
+        "gapGuided": outcome.gap_guided.mean,
+        "gapUnguided": unguided.mean,
+        "k3Kl": outcome.rollout_corr["k3_kl"],
+        "isWeightMean": outcome.rollout_corr["rollout_is_mean"],
+        "clipFraction": outcome.policy.clip_fraction,
+        "gradNorm": outcome.policy.grad_norm,
+        "missing": outcome.engine.records.missing.total(),
     }
