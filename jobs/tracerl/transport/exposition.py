@@ -86,7 +86,7 @@ def by_labels(samples: Mapping[Any, T]) -> dict[tuple[str, ...], T]:
 
 def _family(spec: MetricSpec, samples: Mapping[Any, Any] | None) -> Metric:
     kind: Any = _KINDS[spec.type]
-    family: Metric = kind(spec.name, spec.help, labels=spec.labels)
+    family: Any = kind(spec.name, spec.help, labels=spec.labels)
     found = {} if samples is None else by_labels(samples)
     if spec.type == "counter" and samples is not None:
         found = dict.fromkeys(spec.listed(), 0.0) | found
@@ -99,7 +99,8 @@ def _family(spec: MetricSpec, samples: Mapping[Any, Any] | None) -> Metric:
             family.add_metric(labels, buckets, value.total)
         else:
             family.add_metric(labels, value)
-    return family
+    metric: Metric = family
+    return metric
 
 
 _KINDS: Final = {
