@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+_PROBLEM_BYTES = 1_000
+
 
 def any_rank(flag: bool) -> bool:
     """Tell whether the flag is set on some rank."""
@@ -22,11 +24,16 @@ def any_rank(flag: bool) -> bool:
 
 
 def first_problem(problem: str | None) -> str | None:
-    """Give the problem of the first rank that has one."""
+    """Give the problem of the first rank that has one, at most 1,000 bytes of it."""
     group = _group()
     if group.world_size == 1:
         return problem
-    return next((one for one in group.all_gather_object(problem) if one is not None), None)
+    text = (problem or "").encode()[:_PROBLEM_BYTES]
+    own = torch.tensor([*text.ljust(_PROBLEM_BYTES, b"\0")], dtype=torch.uint8)
+    of_all = [torch.empty_like(own) for _ in range(group.world_size)]
+    torch.distributed.all_gather(of_all, own, group=group.cpu_group)
+    texts = [bytes(one.tolist()).rstrip(b"\0").decode(errors="ignore") for one in of_all]
+    return next(filter(None, texts), None)
 
 
 def _group() -> Any:
