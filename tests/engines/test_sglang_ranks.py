@@ -5,12 +5,14 @@ What is recorded is compared with the reference trainer, one process with the sa
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from conftest import Rollout, generate, reader_of, sampling, weights_of
 
@@ -99,6 +101,31 @@ async def test_a_rank_writes_its_heads_and_the_first_what_all_hold(rollout: Roll
             replicated = {(SiteKind.EXPERT_INPUT, 0, 1), (SiteKind.ROUTES, 0, 1)}
             assert held == (heads | replicated if part == 0 else heads)
         rollout.release([one])
+
+
+async def test_what_is_not_to_be_recorded_is_not(rollout: Rollout) -> None:
+    """The same tokens, beside a request with records and alone; who records takes none of its cache."""
+    prompt = PROMPTS[4] * 4
+    async with rollout.client() as client:
+        version = await rollout.push(client, weights_of(1, shape=SHAPE))
+        before = rollout.frames_held()
+        (bare,) = await client.generate_batch([prompt], sampling(1, 20), ids=["bare"], record=False)
+        assert rollout.frames_held() == before
+        (first, again), (beside,) = await asyncio.gather(
+            client.generate_batch([prompt] * 2, sampling(2, 20), ids=["first", "again"]),
+            client.generate_batch([prompt], sampling(1, 20), ids=["beside"], record=False),
+        )
+        assert bare.tokens == beside.tokens == first.tokens
+        assert bare.records == beside.records == []
+        assert bare.seconds == {}
+        for one in (first, again):
+            rollout.compare([rollout.trajectory(prompt, one)], 1, version)
+        # The server's own process only waits for the schedulers, which compute.
+        spent = (await client.info()).cpu_seconds
+        own = psutil.Process(rollout.server.process.pid).cpu_times()
+        assert spent is not None
+        assert spent > own.user + own.system
+        rollout.release([first, again])
 
 
 async def test_every_rank_takes_weights_by_broadcast(rollout: Rollout) -> None:

@@ -64,8 +64,8 @@ class RolloutInfo:
     site_table: str | None
     engine: str | None
     cpu_seconds: float | None
-    """CPU time of its process so far."""
-    ranks: int
+    """CPU time of its processes so far."""
+    ranks: int = 1
     """Processes that take weights."""
 
 
@@ -205,7 +205,7 @@ class RolloutClient:
     ) -> list[Generation]:
         """Generate trajectories with one HTTP request, which returns when the last of them is done.
 
-        Without `record`, the reference engine records nothing of them.
+        Without `record`, nothing is recorded of them, but by SGLang's Native numerics.
         """
         body = {
             "rid": list(ids),

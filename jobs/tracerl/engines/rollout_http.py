@@ -75,7 +75,7 @@ class Ask:
     seed: int | None
     stop_token_ids: tuple[int, ...]
     record: bool = True
-    """False: leave its records out, where the engine can. SGLang's requests always have theirs."""
+    """False: leave its records out, where the engine can."""
 
 
 @dataclass(frozen=True)

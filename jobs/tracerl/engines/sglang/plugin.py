@@ -55,6 +55,8 @@ JOB_VARIABLE = "TRACERL_JOB"
 """Path of the resolved job."""
 NAME_VARIABLE = "TRACERL_ROLLOUT"
 """Name of this rollout among the job's endpoints."""
+RECORD = "tracerl_record"
+"""Name of a request's parameter: false where nothing is recorded of it."""
 _SCHEDULER = "sglang.srt.managers.scheduler"
 # Record rows that wait for the writer; above it nothing new is admitted.
 _WAITING_BYTES = 64 * 2**20
@@ -91,6 +93,7 @@ class Plugin:
             (seams.EXPERTS, self._around_experts, HookType.AROUND),
             (seams.ATTENTION, self._around_attention, HookType.AROUND),
             (seams.FORWARD_END, self._around_forward_end, HookType.AROUND),
+            (seams.RUN, self._before_run, HookType.BEFORE),
             (seams.PREFILLED, self._around_results, HookType.AROUND),
             (seams.DECODED, self._around_results, HookType.AROUND),
             (seams.COLLECT, self._after_collect, HookType.AFTER),
@@ -134,6 +137,10 @@ class Plugin:
             raise
 
     # -- a forward pass -----------------------------------------------------------------------------------
+
+    def _before_run(self, _scheduler: Any, batch: Any, *_args: Any, **_options: Any) -> None:
+        if self._scheduler_side is not None:
+            self._scheduler_side.begin_pass(batch.reqs)
 
     def _around_experts(self, original: Callable[..., Any], layer: Any, dispatch_output: Any) -> Any:
         side = self._scheduler_side
@@ -357,7 +364,7 @@ class _Scheduler:
                 part=self._part,
                 parts=self._parts,
             )
-            self._capture.begin(None if self._audit is None else slice(None))
+        self._recording = True
         self.exact_prefill = (
             spec.quantization.prefill_attends is PrefillAttends.EXACT
             and method.site(shape.full_attention_layers[0], SiteKind.KEY).rollout is not Treatment.UNQUANTIZED
@@ -430,6 +437,14 @@ class _Scheduler:
     def _emulated(self) -> SiteCapture:
         assert isinstance(self._capture, SiteCapture), "the Native back end quantises in SGLang's kernels"
         return self._capture
+
+    def begin_pass(self, requests: Sequence[Any]) -> None:
+        """Say whose rows the next forward pass computes: those of requests without records are not kept."""
+        if isinstance(self._capture, NativeCapture):
+            return
+        self._recording = any(self._recorded(request) for request in requests)
+        audited = slice(None) if self._audit is not None and self._recording else None
+        self._capture.begin(audited, recording=self._recording)
 
     def experts(self, original: Callable[..., Any], layer: Any, dispatch_output: Any) -> Any:
         """Compute the routed experts on their quantised input, and quantise the second one where wanted."""
@@ -508,6 +523,9 @@ class _Scheduler:
         slots = batch.out_cache_loc_virtual
         if slots is None:
             slots = batch.out_cache_loc
+        if not self._recording:
+            self.recorder.leave_out(slots.cpu().numpy().astype(np.int64))
+            return None
         rows = slots.shape[0]
         version = self._version()
         if self._routed:
@@ -555,7 +573,8 @@ class _Scheduler:
     # -- requests -----------------------------------------------------------------------------------------
 
     def _recorded(self, request: Any) -> bool:
-        return not request.rid.startswith(self._health_prefix)
+        custom = request.sampling_params.custom_params or {}
+        return not request.rid.startswith(self._health_prefix) and custom.get(RECORD, True)
 
     def grow(self, request: Any, pool: Any) -> None:
         """Hand in what a request has more."""

@@ -196,11 +196,15 @@ class Recorder:
         self._seconds[slots] = np.array(seconds) / max(1, len(slots))
 
     def lose(self, slots: Slots) -> None:
-        """Say that a forward pass filled slots with rows that were not captured."""
+        """Say that a forward pass filled slots with rows that could not be captured."""
+        self.leave_out(slots)
+        self.stats.unrecorded_rows += len(slots)
+
+    def leave_out(self, slots: Slots) -> None:
+        """Say that a forward pass filled slots with rows that nobody wants."""
         for table in self._tables:
             table.versions[slots] = NO_VERSION
         self._filled(slots)
-        self.stats.unrecorded_rows += len(slots)
 
     def invalidate(self) -> None:
         """Forget the rows of all slots, which hold keys and values of other weights; no request holds any."""

@@ -46,6 +46,7 @@ FORWARD_END = Seam(
     "state_capturer.routed_experts.RoutedExpertsCapturer.on_forward_end",
     ("self", "forward_batch", "can_run_graph", "cuda_graph_batch", "no_copy_to_cpu"),
 )
+RUN = Seam("managers.scheduler.Scheduler.run_batch", ("self", "batch"))
 PREFILLED = Seam(_PROCESSOR + "process_batch_result_prefill", ("self", "batch", "result"))
 DECODED = Seam(_PROCESSOR + "process_batch_result_decode", ("self", "batch", "result"))
 COLLECT = Seam(_PROCESSOR + "_maybe_collect_routed_experts", ("self", "req"))
@@ -66,6 +67,7 @@ HOOKED = (
     EXPERTS,
     ATTENTION,
     FORWARD_END,
+    RUN,
     PREFILLED,
     DECODED,
     COLLECT,

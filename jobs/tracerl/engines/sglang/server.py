@@ -7,6 +7,7 @@ in which `plugin` records. An answer is complete when every scheduler said that 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import os
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tracerl.api.constants import Reason, Role
 from tracerl.api.errors import InputError, JobError, first_line
-from tracerl.api.job import Rollout
+from tracerl.api.job import NumericsBackend, Rollout
 from tracerl.api.model import ModelShape, model_shape
 from tracerl.api.resolved import ResolvedJob
 from tracerl.engines.metrics import sink_values
@@ -41,7 +42,7 @@ from tracerl.engines.rollout_http import (
     still_running,
 )
 from tracerl.engines.sglang.channel import SOCKET_VARIABLE, PluginError, ServerEnd
-from tracerl.engines.sglang.plugin import JOB_VARIABLE, NAME_VARIABLE, failure_file
+from tracerl.engines.sglang.plugin import JOB_VARIABLE, NAME_VARIABLE, RECORD, failure_file
 from tracerl.engines.sglang.seams import CALLED, HOOKED, check_seams, check_version
 from tracerl.engines.sglang.settings import engine_arguments, refuse
 from tracerl.records.pairing import RecordEntry
@@ -89,6 +90,7 @@ class SGLangServer:
         self.version: int | None = None
         self.failure: Broken | None = None
         self._ranks = spec.rollout.parallelism.tensor
+        self._native = spec.rollout.numerics is NumericsBackend.NATIVE
         self._active: set[str] = set()
         self._paused = False
         self._update: _Update | None = None
@@ -202,8 +204,10 @@ class SGLangServer:
         request = GenerateReqInput(
             rid=ids,
             input_ids=[ask.prompt for ask in asks],
-            sampling_params=[_sampling(ask) for ask in asks],
+            sampling_params=[_sampling(ask, record=self._records_of(ask)) for ask in asks],
             return_logprob=True,
+            # Who records takes no prefix from the cache that was computed without records.
+            extra_key=["" if self._records_of(ask) else RECORD for ask in asks],
         )
         self._records.update({id: _Records(self._ranks) for id in ids})
         self._active.update(ids)
@@ -245,10 +249,14 @@ class SGLangServer:
             message = "logits hold NaN or Inf; check the model's weights, or lower the learning rate"
             self._fail(Broken(Reason.NON_FINITE, message))
         records = self._records[ask.id]
-        if not ask.id.startswith(HEALTH_CHECK_RID_PREFIX):  # nothing is recorded of those
+        # Nothing is recorded of health checks.
+        if self._records_of(ask) and not ask.id.startswith(HEALTH_CHECK_RID_PREFIX):
             await records.done.wait()
         spans = _spans(meta, len(tokens))
         return Finished(tokens, logp, _reason(reason), spans, records.entries, records.seconds)
+
+    def _records_of(self, ask: Ask) -> bool:
+        return ask.record or self._native
 
     def abort(self, ids: Sequence[str] | None) -> None:
         """End requests (None: all), which are answered with what they have."""
@@ -378,8 +386,16 @@ class SGLangServer:
         return None
 
     def details(self) -> dict[str, Any]:
-        """Ranks that take weights, and the hash of `weights.expert_hash`, None where there is none."""
-        return {"ranks": self._ranks, "expertWeights": self._expert_hash}
+        """Ranks that take weights, the hash of `weights.expert_hash` (None: there is none), and CPU time."""
+        import psutil  # type: ignore[import-untyped,unused-ignore]  # noqa: PLC0415
+
+        seconds = 0.0
+        own = psutil.Process()
+        for process in (own, *own.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                times = process.cpu_times()
+                seconds += times.user + times.system
+        return {"ranks": self._ranks, "expertWeights": self._expert_hash, "cpuSeconds": seconds}
 
     # -- metrics ------------------------------------------------------------------------------------------
 
@@ -427,12 +443,13 @@ class _Records:
             self.done.set()
 
 
-def _sampling(ask: Ask) -> dict[str, Any]:
+def _sampling(ask: Ask, *, record: bool) -> dict[str, Any]:
     return {
         "max_new_tokens": ask.max_new_tokens,
         "temperature": ask.temperature,
         "stop_token_ids": list(ask.stop_token_ids),
         "sampling_seed": secrets.randbits(63) if ask.seed is None else ask.seed & (2**63 - 1),
+        **({} if record else {"custom_params": {RECORD: False}}),
     }
 
 
