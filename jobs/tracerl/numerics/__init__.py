@@ -6,7 +6,6 @@ from tracerl.numerics.blocks import (
     MXFP4,
     NVFP4,
     BlockFormat,
-    NonFiniteError,
     Quantized,
     TensorScale,
     dequantize,
@@ -14,8 +13,10 @@ from tracerl.numerics.blocks import (
     quantize_dequantize,
 )
 from tracerl.numerics.elements import E2M1, E4M3, E8M0, ElementFormat
+from tracerl.numerics.flags import NonFiniteError, NonFiniteFlags
 from tracerl.numerics.guidance import Guide, guided_quantize, rebuild_scales
 from tracerl.numerics.mismatch import Mismatch, compare
+from tracerl.numerics.rows import quantize_dequantize_into_rows, quantize_into_rows
 from tracerl.numerics.straight_through import fake_quantize, guided_fake_quantize
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "Guide",
     "Mismatch",
     "NonFiniteError",
+    "NonFiniteFlags",
     "Order",
     "Quantized",
     "TensorScale",
@@ -40,6 +42,8 @@ __all__ = [
     "pack_bits",
     "quantize",
     "quantize_dequantize",
+    "quantize_dequantize_into_rows",
+    "quantize_into_rows",
     "rebuild_scales",
     "unpack_bits",
 ]

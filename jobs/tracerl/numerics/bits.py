@@ -37,8 +37,12 @@ def pack_bits(values: Tensor, bits: int) -> Tensor:
     Returns:
         u8 [..., ceil(n * bits / 8)].
     """
-    _check(values, bits)
+    check_width(values, bits)
     n = values.shape[-1]
+    if values.is_cuda and bits != 8:
+        from tracerl.numerics import triton  # noqa: PLC0415  of no use without a GPU
+
+        return triton.pack_bits(values, bits)
     if bits in (0, 8) or values.numel() == 0:
         return values[..., : packed_size(n, bits)]
     values = pad(values, (0, -n % 8)) if n % 8 else values.contiguous()
@@ -85,13 +89,13 @@ def unpack_bits(packed: Tensor, bits: int, n: int) -> Tensor:
     Raises:
         ValueError: `packed` has another number of bytes a row.
     """
-    _check(packed, bits)
-    if packed.shape[-1] != packed_size(n, bits):
-        raise ValueError(
-            f"{n} values of {bits} bits are {packed_size(n, bits)} bytes a row; {packed.shape[-1]} were given"
-        )
+    check_packed(packed, bits, n)
     if bits == 8:
         return packed
+    if packed.is_cuda:
+        from tracerl.numerics import triton  # noqa: PLC0415  of no use without a GPU
+
+        return triton.unpack_bits(packed, bits, n)
     if bits == 0 or packed.numel() == 0:
         return packed.new_zeros(*packed.shape[:-1], n)
     together, _ = _UNITS[bits]
@@ -120,6 +124,16 @@ def _words_by_byte(bits: int, device: torch.device) -> Tensor:
     return torch.tensor(words, dtype=dtype, device=device)
 
 
-def _check(values: Tensor, bits: int) -> None:
+def check_packed(packed: Tensor, bits: int, n: int) -> None:
+    """Raise ValueError when `packed` is not what `pack_bits` makes of rows of n values."""
+    check_width(packed, bits)
+    if packed.shape[-1] != packed_size(n, bits):
+        raise ValueError(
+            f"{n} values of {bits} bits are {packed_size(n, bits)} bytes a row; {packed.shape[-1]} were given"
+        )
+
+
+def check_width(values: Tensor, bits: int) -> None:
+    """Raise ValueError when values are no bytes or no such width is packed."""
     if values.dtype != torch.uint8 or bits not in WIDTHS:
         raise ValueError(f"{values.dtype} cannot be packed to {bits} bits; give uint8 and one of {WIDTHS}")

@@ -10,32 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
+from types import ModuleType
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from tracerl.api.constants import Reason
-from tracerl.api.errors import JobError
 from tracerl.api.job import RoundingOrder as Order
 from tracerl.numerics.elements import E2M1, E4M3, E8M0, ElementFormat, PowerOfTwoFormat
+from tracerl.numerics.flags import NON_FINITE, named, refuse
 
 CHUNK = 1 << 17
 """Values that go through all steps together, so that their FP32 intermediates stay in a core's cache."""
+CHUNK_ON_DEVICE = 1 << 26
+"""The same on a GPU, where few kernels and bounded memory count."""
 
 LARGEST_FP32 = torch.finfo(torch.float32).max
-
-
-class NonFiniteError(JobError):
-    """A value to quantise is NaN or Inf; it never becomes a code."""
-
-    def __init__(self, site: str) -> None:
-        super().__init__(
-            Reason.NON_FINITE,
-            f"{_named(site)} holds NaN or Inf; check the model's weights, "
-            "or lower spec.trainer.optimizer.learningRate",
-        )
-        self.site = site
 
 
 @dataclass(frozen=True)
@@ -157,10 +147,22 @@ def quantize(
         Codes and scales, without gradient.
 
     Raises:
-        NonFiniteError: x holds NaN or Inf.
+        NonFiniteError: x holds NaN or Inf; on CUDA see `NonFiniteFlags`.
         ValueError: x or the tensor scale does not fit the format.
     """
+    if triton := kernels(x, fmt):
+        quantized: Quantized = triton.quantize(x, tensor_scale, order, site)
+        return quantized
     return nearest(x, fmt, tensor_scale, order, site).to_codes()
+
+
+def kernels(x: Tensor, fmt: BlockFormat) -> ModuleType | None:
+    """Give `tracerl.numerics.triton` where it computes the format: NVFP4 of CUDA tensors."""
+    if not x.is_cuda or fmt is not NVFP4:
+        return None
+    from tracerl.numerics import triton  # noqa: PLC0415  of no use without a GPU
+
+    return triton
 
 
 def quantize_dequantize(
@@ -175,6 +177,9 @@ def quantize_dequantize(
 
     Arguments and errors are those of `quantize`; neither result has a gradient.
     """
+    if triton := kernels(x, fmt):
+        both: tuple[Quantized, Tensor] = triton.quantize_dequantize(x, tensor_scale, order, site)
+        return both
     return nearest(x, fmt, tensor_scale, order, site).to_both()
 
 
@@ -260,22 +265,27 @@ def nearest(x: Tensor, fmt: BlockFormat, tensor_scale: TensorScale, order: Order
 
 def as_rows(x: Tensor, fmt: BlockFormat, tensor_scale: TensorScale, site: str) -> Tensor:
     """Give x as [r, n, b] without gradient; ValueError when it or its tensor scale does not fit."""
+    check(x, fmt, tensor_scale, site)
+    if fmt.scale is E8M0 and not bool((tensor_scale.encode() == 1).all()):
+        raise ValueError(f"{named(site)} is {fmt.name}, which has no tensor scale; leave it at 1")
+    return x.detach().contiguous().view(x.shape[:-1].numel(), x.shape[-1] // fmt.block, fmt.block)
+
+
+def check(x: Tensor, fmt: BlockFormat, tensor_scale: TensorScale, site: str) -> None:
+    """Raise ValueError when the dtype or shape of x, or the shape of its tensor scale, does not fit."""
     if x.dtype not in _PATTERNS:
-        raise ValueError(f"{_named(site)} is {x.dtype}; cast it to bfloat16, float16 or float32")
+        raise ValueError(f"{named(site)} is {x.dtype}; cast it to bfloat16, float16 or float32")
     if x.ndim == 0 or x.shape[-1] % fmt.block:
         raise ValueError(
-            f"{_named(site)} has shape {list(x.shape)}; pad its last axis to a multiple of {fmt.block}, "
+            f"{named(site)} has shape {list(x.shape)}; pad its last axis to a multiple of {fmt.block}, "
             f"the block of {fmt.name}"
         )
     shape = tensor_scale.value.shape
     if shape not in (torch.Size(()), torch.Size((*x.shape[:-1], 1))):
         raise ValueError(
-            f"{_named(site)} has shape {list(x.shape)} and a tensor scale of shape {list(shape)}; "
+            f"{named(site)} has shape {list(x.shape)} and a tensor scale of shape {list(shape)}; "
             f"give a scalar or shape {[*x.shape[:-1], 1]}"
         )
-    if fmt.scale is E8M0 and not bool((tensor_scale.encode() == 1).all()):
-        raise ValueError(f"{_named(site)} is {fmt.name}, which has no tensor scale; leave it at 1")
-    return x.detach().contiguous().view(x.shape[:-1].numel(), x.shape[-1] // fmt.block, fmt.block)
 
 
 def block_scales(
@@ -348,14 +358,14 @@ def _block_amax(rows: Tensor, site: str) -> Tensor:
     amax = patterns.new_empty(*rows.shape[:-1], 1)
     for part in _parts(rows):
         torch.amax(patterns[part] & torch.iinfo(patterns.dtype).max, -1, keepdim=True, out=amax[part])
-    if amax.numel() and int(amax.max()) >= _INFINITY[rows.dtype]:
-        raise NonFiniteError(site)
+    if amax.numel():
+        refuse(amax.max() >= _INFINITY[rows.dtype], NON_FINITE, site)
     return amax.view(rows.dtype).float()
 
 
 def _parts(rows: Tensor) -> Iterator[slice]:
-    """Cut [r, n, b] into rows of about `CHUNK` values together."""
-    size = max(1, CHUNK // max(1, rows.shape[1:].numel()))
+    """Cut [r, n, b] into rows of about as many values together as a chunk has."""
+    size = max(1, (CHUNK_ON_DEVICE if rows.is_cuda else CHUNK) // max(1, rows.shape[1:].numel()))
     return (slice(start, start + size) for start in range(0, rows.shape[0], size))
 
 
@@ -367,7 +377,3 @@ def _scalar(like: Tensor, value: float) -> Tensor:
 @cache
 def _scalar_on(value: float, device: torch.device) -> Tensor:
     return torch.full((), value, device=device)
-
-
-def _named(site: str) -> str:
-    return site or "a tensor to quantise"

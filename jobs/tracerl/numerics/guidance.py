@@ -24,8 +24,10 @@ from tracerl.numerics.blocks import (
     TensorScale,
     as_rows,
     block_scales,
+    kernels,
 )
 from tracerl.numerics.elements import E2M1, MAGNITUDE
+from tracerl.numerics.flags import NO_SCALE, refuse
 
 CODE_BITS = (0, 1, 2, 4)
 SCALE_BITS = (0, 1, 2, 3, 8)
@@ -94,10 +96,15 @@ def guided_quantize(
         NonFiniteError: x holds NaN or Inf.
         ValueError: The guide does not fit x or the format, or the band is not within 0 to 0.5.
     """
+    if triton := kernels(x, fmt):
+        quantized: Quantized = triton.guided_quantize(x, guide, order, band, site)
+        return quantized
     return guided(x, guide, fmt, order=order, band=band, site=site).to_codes()
 
 
-def rebuild_scales(own: Tensor, low_bits: Tensor, bits: int, fmt: BlockFormat = NVFP4) -> Tensor:
+def rebuild_scales(
+    own: Tensor, low_bits: Tensor, bits: int, fmt: BlockFormat = NVFP4, *, site: str = ""
+) -> Tensor:
     """Give the rollout's scale codes: those nearest the trainer's own that have the recorded low bits.
 
     Exact where the two sides are at most 2^(bits-1) - 1 codes apart. Of two codes equally near, 2^(bits-1) on
@@ -109,6 +116,7 @@ def rebuild_scales(own: Tensor, low_bits: Tensor, bits: int, fmt: BlockFormat = 
         low_bits: u8 [...], below 2^bits.
         bits: 1, 2, 3, 8 (gives `low_bits`) or 0 (gives `own`).
         fmt: The block format.
+        site: Name of the tensor in errors.
 
     Returns:
         u8 [...].
@@ -116,14 +124,14 @@ def rebuild_scales(own: Tensor, low_bits: Tensor, bits: int, fmt: BlockFormat = 
     Raises:
         ValueError: A whole scale is not a finite one.
     """
+    if triton := kernels(own, fmt):
+        rebuilt: Tensor = triton.rebuild_scales(own, low_bits, bits, site)
+        return rebuilt
     if bits == 0:
         return own
     if bits == 8:
-        if low_bits.numel() and int(low_bits.max()) > fmt.scale.largest_code:
-            raise ValueError(
-                f"a recorded {fmt.scale.name} scale has code {int(low_bits.max())}, above the largest finite "
-                f"one, {fmt.scale.largest_code}; discard the record"
-            )
+        if low_bits.numel():
+            refuse(low_bits.max() > fmt.scale.largest_code, NO_SCALE, site)
         return low_bits
     index = (own.int() << bits).bitwise_or_(low_bits)
     return _rebuilt(fmt, bits, own.device).index_select(0, index.view(-1)).view(own.shape)
@@ -145,12 +153,12 @@ def guided(
     x: Tensor, guide: Guide, fmt: BlockFormat, *, order: Order, band: float | None, site: str
 ) -> Rounding:
     """Round toward a guide under its scales; arguments and errors as in `guided_quantize`."""
-    _check(x, guide, fmt, band, site)
+    check_guide(x, guide, fmt, band, site)
     rows = as_rows(x, fmt, guide.tensor_scale, site)
     r, n, _ = rows.shape
     own = fmt.scale.encode(block_scales(rows, fmt, guide.tensor_scale.by_row(x.device), order, site))
     recorded = unpack_bits(guide.scales, guide.scale_bits, n).reshape(r, n, 1)
-    scales = rebuild_scales(own, recorded, guide.scale_bits, fmt)
+    scales = rebuild_scales(own, recorded, guide.scale_bits, fmt, site=site)
     unguided = scales < fmt.smallest_scale_code
     if guide.zero_blocks is not None:
         unguided = unguided | guide.zero_blocks.reshape(r, n, 1)
@@ -246,7 +254,8 @@ def guided_magnitude(m: float, record: int, bits: int) -> float:
     return min(below, above, key=lambda g: abs(g - reference))
 
 
-def _check(x: Tensor, guide: Guide, fmt: BlockFormat, band: float | None, site: str) -> None:
+def check_guide(x: Tensor, guide: Guide, fmt: BlockFormat, band: float | None, site: str) -> None:
+    """Raise ValueError when a guide or a band does not fit a tensor."""
     where = site or "a guided tensor"
     if guide.code_bits not in CODE_BITS or guide.scale_bits not in SCALE_BITS:
         raise ValueError(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tracerl.api.job import RoundingOrder as Order
-from tracerl.numerics.blocks import NVFP4, ONE, BlockFormat, Rounding, TensorScale, nearest
+from tracerl.numerics.blocks import NVFP4, ONE, BlockFormat, TensorScale, kernels, nearest
 from tracerl.numerics.guidance import Guide, guided
 
 
@@ -25,7 +25,11 @@ def fake_quantize(
     The gradient passes unchanged, also where a value saturated, as in verl. Arguments and errors are those of
     `quantize`.
     """
-    return _straight_through(x, nearest(x, fmt, tensor_scale, order, site))
+    if triton := kernels(x, fmt):
+        values = triton.fake_quantize(x, tensor_scale, order, site)
+    else:
+        values = nearest(x, fmt, tensor_scale, order, site).to_values()
+    return _straight_through(x, values)
 
 
 def guided_fake_quantize(
@@ -41,11 +45,14 @@ def guided_fake_quantize(
 
     The gradient passes unchanged, as in `fake_quantize`. Arguments and errors are those of `guided_quantize`.
     """
-    return _straight_through(x, guided(x, guide, fmt, order=order, band=band, site=site))
+    if triton := kernels(x, fmt):
+        values = triton.guided_fake_quantize(x, guide, order, band, site)
+    else:
+        values = guided(x, guide, fmt, order=order, band=band, site=site).to_values()
+    return _straight_through(x, values)
 
 
-def _straight_through(x: Tensor, rounding: Rounding) -> Tensor:
-    values = rounding.to_values()
+def _straight_through(x: Tensor, values: Tensor) -> Tensor:
     return _Identity.apply(x, values) if x.requires_grad and torch.is_grad_enabled() else values
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tracerl.numerics import pack_bits, unpack_bits
@@ -19,6 +19,7 @@ def packed_by_hand(values: list[int], bits: int) -> list[int]:
 
 
 @given(st.lists(st.lists(st.integers(0, 255), min_size=21, max_size=21), max_size=3), st.integers(0, 21))
+@settings(deadline=None)  # a busy machine is not slow code
 def test_rows_of_any_length(rows: list[list[int]], n: int) -> None:
     values = torch.tensor([row[:n] for row in rows], dtype=torch.uint8).reshape(len(rows), n)
     for bits in WIDTHS:

@@ -1,0 +1,369 @@
+"""What the kernels are launched with: rows of any leading shape, tensor scales as numbers, tiles, marks."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tracerl.api.job import RoundingOrder as Order
+from tracerl.numerics.bits import check_packed, check_width, packed_size
+from tracerl.numerics.blocks import NVFP4, Quantized, TensorScale, check
+from tracerl.numerics.elements import E2M1
+from tracerl.numerics.flags import NO_SCALE, Mark, refuse
+from tracerl.numerics.guidance import Guide, check_guide
+from tracerl.numerics.triton import kernels
+
+_ORDERS = {
+    Order.RECIPROCAL: kernels.RECIPROCAL,
+    Order.FOUR_OVER_SIX: kernels.FOUR_OVER_SIX,
+    Order.TORCHAO: kernels.TORCHAO,
+    Order.MODELOPT: kernels.MODELOPT,
+    Order.COMPRESSED_TENSORS: kernels.COMPRESSED_TENSORS,
+}
+_BLOCK = NVFP4.block
+_TILE = 256
+"""Blocks of a program: with 4 warps two a thread, whose loads are 64 bytes."""
+_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+_ELEMENTS = 2048
+"""Elements of a program of the kernels without blocks."""
+
+
+# -- rounding to nearest ----------------------------------------------------------------------------------
+
+
+def quantize(x: Tensor, tensor_scale: TensorScale, order: Order, site: str) -> Quantized:
+    """Give codes and scales."""
+    q = _empty(x, tensor_scale, site)
+    _nearest(x, tensor_scale, order, site, codes=q.codes, scales=q.scales)
+    return q
+
+
+def quantize_dequantize(
+    x: Tensor, tensor_scale: TensorScale, order: Order, site: str
+) -> tuple[Quantized, Tensor]:
+    """Give codes and scales, and what they stand for in x's dtype."""
+    q, values = _empty(x, tensor_scale, site), _like(x)
+    _nearest(x, tensor_scale, order, site, values=values, codes=q.codes, scales=q.scales)
+    return q, values
+
+
+def fake_quantize(x: Tensor, tensor_scale: TensorScale, order: Order, site: str) -> Tensor:
+    """Give dequantised values in x's dtype, without gradient."""
+    check(x, NVFP4, tensor_scale, site)
+    values = _like(x)
+    _nearest(x, tensor_scale, order, site, values=values)
+    return values
+
+
+def quantize_into_rows(
+    x: Tensor,
+    rows: Tensor,
+    at: int,
+    *,
+    code_bits: int,
+    scale_bits: int,
+    zero_bits: Tensor,
+    tensor_scale: TensorScale,
+    order: Order,
+    site: str,
+    values: Tensor | None = None,
+) -> None:
+    """Write packed codes and scales of x [N, K] into rows u8 [N, …] from column `at` on, and zero blocks."""
+    check(x, NVFP4, tensor_scale, site)
+    code_end = at + packed_size(x.shape[-1], code_bits)
+    scale_end = code_end + packed_size(x.shape[-1] // _BLOCK, scale_bits)
+    _nearest(
+        x,
+        tensor_scale,
+        order,
+        site,
+        values=values,
+        codes=rows[:, at:code_end],
+        code_bits=code_bits,
+        scales=rows[:, code_end:scale_end],
+        scale_bits=scale_bits,
+        zero_bits=zero_bits,
+    )
+
+
+def quantize_dequantize_into_rows(
+    x: Tensor,
+    rows: Tensor,
+    at: int,
+    *,
+    code_bits: int,
+    scale_bits: int,
+    zero_bits: Tensor,
+    tensor_scale: TensorScale,
+    order: Order,
+    site: str,
+) -> Tensor:
+    """Do the same, and give dequantised values in x's dtype."""
+    values = _like(x)
+    quantize_into_rows(
+        x,
+        rows,
+        at,
+        code_bits=code_bits,
+        scale_bits=scale_bits,
+        zero_bits=zero_bits,
+        tensor_scale=tensor_scale,
+        order=order,
+        site=site,
+        values=values,
+    )
+    return values
+
+
+def _nearest(
+    x: Tensor,
+    tensor_scale: TensorScale,
+    order: Order,
+    site: str,
+    *,
+    values: Tensor | None = None,
+    codes: Tensor | None = None,
+    code_bits: int = 8,
+    scales: Tensor | None = None,
+    scale_bits: int = 8,
+    zero_bits: Tensor | None = None,
+) -> None:
+    """Write what is not None: `codes` and `scales` at 8 bits one a byte and contiguous, else packed rows."""
+    tile = _tile(x)
+    if tile is None:
+        return
+    mark = Mark(site, x.device)
+    with _on(x):
+        kernels.quantize_kernel[tile.grid](
+            tile.rows,
+            tile.rows.stride(0),
+            tile.r,
+            tile.n,
+            *_numbers(tensor_scale, order, tile.rows),
+            values,
+            codes,
+            0 if codes is None or code_bits == 8 else codes.stride(0),
+            scales,
+            0 if scales is None else tile.n if scales.ndim == 1 else scales.stride(-2),
+            zero_bits,
+            0 if zero_bits is None else zero_bits.stride(0),
+            mark.marks,
+            mark.slot,
+            ORDER=_ORDERS[order],
+            PER_ROW=tensor_scale.value.ndim > 0 or tensor_scale.value.is_cuda,
+            CODE_BITS=0 if codes is None else code_bits,
+            SCALE_BITS=0 if scales is None else scale_bits,
+            **tile.options,
+        )
+    mark.settle()
+
+
+# -- rounding toward a record -----------------------------------------------------------------------------
+
+
+def guided_quantize(x: Tensor, guide: Guide, order: Order, band: float | None, site: str) -> Quantized:
+    """Give codes, and the scales under which they were chosen."""
+    check_guide(x, guide, NVFP4, band, site)
+    q = _empty(x, guide.tensor_scale, site)
+    _guided(x, guide, order, band, site, codes=q.codes, scales=q.scales)
+    return q
+
+
+def guided_fake_quantize(x: Tensor, guide: Guide, order: Order, band: float | None, site: str) -> Tensor:
+    """Give dequantised values in x's dtype, without gradient."""
+    check_guide(x, guide, NVFP4, band, site)
+    check(x, NVFP4, guide.tensor_scale, site)
+    values = _like(x)
+    _guided(x, guide, order, band, site, values=values)
+    return values
+
+
+def _guided(
+    x: Tensor,
+    guide: Guide,
+    order: Order,
+    band: float | None,
+    site: str,
+    *,
+    values: Tensor | None = None,
+    codes: Tensor | None = None,
+    scales: Tensor | None = None,
+) -> None:
+    tile = _tile(x)
+    if tile is None:
+        return
+    mark = Mark(site, x.device)
+    record, low_scales = _rows(guide.codes, tile.r), _rows(guide.scales, tile.r)
+    zero_blocks = None if guide.zero_blocks is None else _rows(guide.zero_blocks, tile.r).view(torch.uint8)
+    present = None if guide.present is None else guide.present.reshape(-1).view(torch.uint8)
+    scale = guide.tensor_scale
+    with _on(x):
+        kernels.guided_kernel[tile.grid](
+            tile.rows,
+            tile.rows.stride(0),
+            tile.r,
+            tile.n,
+            *_numbers(scale, order, tile.rows),
+            record,
+            record.stride(0),
+            low_scales,
+            low_scales.stride(0),
+            zero_blocks,
+            0 if zero_blocks is None else zero_blocks.stride(0),
+            present,
+            0 if present is None else present.stride(0),
+            0.5 if band is None else float(band),
+            values,
+            codes,
+            scales,
+            mark.marks,
+            mark.slot,
+            ORDER=_ORDERS[order],
+            PER_ROW=scale.value.ndim > 0 or scale.value.is_cuda,
+            GUIDE_BITS=guide.code_bits,
+            GUIDE_SCALE_BITS=guide.scale_bits,
+            BANDED=band is not None,
+            **tile.options,
+        )
+    mark.settle()
+
+
+# -- what records are made of -----------------------------------------------------------------------------
+
+
+def pack_bits(values: Tensor, bits: int) -> Tensor:
+    """Pack the low bits of u8 [..., n] values."""
+    check_width(values, bits)
+    n = values.shape[-1]
+    out = values.new_empty(*values.shape[:-1], packed_size(n, bits))
+    if bits == 8:
+        return values
+    if out.numel():
+        rows = _rows(values, values.shape[:-1].numel())
+        groups = -(-n // 8)
+        with _on(values):
+            kernels.pack_kernel[(-(-len(rows) * groups // (_ELEMENTS // 8)),)](
+                rows, rows.stride(0), len(rows), n, out, groups, BITS=bits, GROUPS=_ELEMENTS // 8
+            )
+    return out
+
+
+def unpack_bits(packed: Tensor, bits: int, n: int) -> Tensor:
+    """Undo `pack_bits`, to u8 [..., n]."""
+    check_packed(packed, bits, n)
+    if bits == 8:
+        return packed
+    if bits == 0:
+        return packed.new_zeros(*packed.shape[:-1], n)
+    out = packed.new_empty(*packed.shape[:-1], n)
+    if out.numel():
+        rows = _rows(packed, packed.shape[:-1].numel())
+        groups = -(-n // 8)
+        with _on(packed):
+            kernels.unpack_kernel[(-(-len(rows) * groups // (_ELEMENTS // 8)),)](
+                rows, rows.stride(0), len(rows), n, out, groups, BITS=bits, GROUPS=_ELEMENTS // 8
+            )
+    return out
+
+
+def rebuild_scales(own: Tensor, low_bits: Tensor, bits: int, site: str) -> Tensor:
+    """Give the rollout's scale codes u8 [...]."""
+    if bits == 0:
+        return own
+    if bits == 8:
+        if low_bits.numel():
+            refuse(low_bits.max() > NVFP4.scale.largest_code, NO_SCALE, site)
+        return low_bits
+    own, low_bits = own.contiguous(), low_bits.contiguous()
+    out = torch.empty_like(own)
+    if out.numel():
+        with _on(own):
+            kernels.rebuild_kernel[(-(-out.numel() // _ELEMENTS),)](
+                own, low_bits, out, out.numel(), BITS=bits, N=_ELEMENTS
+            )
+    return out
+
+
+# -- launching --------------------------------------------------------------------------------------------
+
+
+class _Tile(NamedTuple):
+    """How a tensor is cut: `rows` [r, n * 16] with neighbouring values, into programs of `grid`."""
+
+    rows: Tensor
+    r: int
+    n: int
+    grid: tuple[int, int]
+    options: dict[str, int | bool]
+
+
+def _tile(x: Tensor) -> _Tile | None:
+    """Cut x into tiles; None when it is empty."""
+    if not x.numel():
+        return None
+    rows = _rows(x.detach(), x.shape[:-1].numel())
+    r, n = len(rows), x.shape[-1] // _BLOCK
+    # Blocks of a row that are together: eight packed scales end at whole bytes.
+    together = min(n & -n, 32)
+    if together < 8:
+        together = 8 if n > 8 else 1 << (n - 1).bit_length()
+    grid = (-(-r * together // _TILE), -(-n // together))
+    splits = 2 if x.dtype == torch.float32 else 3
+    return _Tile(rows, r, n, grid, {"NB": together, "B": _TILE, "SPLITS": splits, **_OPTIONS})
+
+
+def _rows(x: Tensor, r: int) -> Tensor:
+    """Give [r, K] with neighbouring values, a view wherever strides allow."""
+    rows = x if x.ndim == 2 else x.reshape(r, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _empty(x: Tensor, tensor_scale: TensorScale, site: str) -> Quantized:
+    """Give room for codes and scales."""
+    check(x, NVFP4, tensor_scale, site)
+    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    scales = codes.new_empty(*x.shape[:-1], x.shape[-1] // _BLOCK)
+    return Quantized(codes, scales, tensor_scale, NVFP4)
+
+
+def _on(x: Tensor) -> AbstractContextManager[Any]:
+    """Launch on the tensor's device."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+def _numbers(scale: TensorScale, order: Order, rows: Tensor) -> tuple[float | Tensor, ...]:
+    """Give what the kernels compute with: three scalars of a scale on the CPU, else FP32 [r] each."""
+    if not scale.value.ndim and not scale.value.is_cuda:
+        return _scalars(scale, order)
+    by_row = TensorScale(scale.value.to(rows.device).reshape(-1), scale.convention)
+    return tuple(number.expand(len(rows)).contiguous() for number in _formulas(by_row, order))
+
+
+@lru_cache(maxsize=256)
+def _scalars(scale: TensorScale, order: Order) -> tuple[float, ...]:
+    return tuple(number.item() for number in _formulas(scale, order))
+
+
+def _formulas(scale: TensorScale, order: Order) -> tuple[Tensor, Tensor, Tensor]:
+    """Give what scales are made with, what values are scaled with, and `decode`; as in `blocks`."""
+    six = torch.full((), E2M1.largest, device=scale.value.device)
+    match order:
+        case Order.RECIPROCAL:
+            up, back = scale.encode() * six.reciprocal(), scale.encode().reciprocal()
+        case Order.FOUR_OVER_SIX:
+            up, back = scale.encode(), scale.encode().reciprocal()
+        case Order.TORCHAO:
+            up, back = scale.decode(), scale.decode().reciprocal()
+        case Order.MODELOPT:
+            up, back = six * scale.decode(), scale.decode()
+        case Order.COMPRESSED_TENSORS:
+            up, back = scale.encode(), scale.encode()
+    return up, back, scale.decode()
