@@ -73,6 +73,7 @@ async def test_fp32_is_equal_before_and_after_an_update(directory: Path) -> None
         assert gaps(logp, wrong).mean() > 0.1
 
 
+@pytest.mark.full
 async def test_a_prefill_that_attends_its_own_keys_exactly(directory: Path) -> None:
     """Prompts of three passes, most of them with a prefix that another request's passes have filled."""
     prompts = random_prompts(3 * PASS_TOKENS - 5, common=PASS_TOKENS + 3)

@@ -103,6 +103,7 @@ def test_the_canary_of_the_engines(tmp_path: Path) -> None:
     assert summary["rows_missing"] == 0
 
 
+@pytest.mark.full
 def test_two_trainers_with_half_of_the_experts_each(tmp_path: Path) -> None:
     """Two nodes, Reference rollouts: records of both, weights by gloo, and a checkpoint."""
     run = Run(
