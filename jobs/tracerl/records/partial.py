@@ -49,10 +49,17 @@ class Selection:
         )
         """The selected sites; a site of which some groups are selected has those alone."""
 
-    @property
-    def sparse(self) -> bool:
-        """Whether reading the sections alone moves less than half of the bytes."""
-        return 2 * self.table.row_bytes < self.whole.row_bytes
+    def sparse(self, part: int = 0, parts: int = 1) -> bool:
+        """Whether a second round, for the sections alone, saves an eighth or more of a part's bytes.
+
+        A section is read whole: of heads that one rank of the rollout wrote together, all or none.
+        """
+        written = self.whole.select(part, parts) if 0 <= part < parts else ()
+        if not written:
+            return False
+        sizes = dict(zip(written, self.whole.layout(written).widths, strict=True))
+        needed = sum(size for piece, size in sizes.items() if self._common(piece) is not None)
+        return 8 * needed <= 7 * sum(sizes.values())
 
     @property
     def preamble_guess(self) -> int:
@@ -104,12 +111,12 @@ class Selection:
 class PartialFrame:
     """One frame being read: fetch `ranges`, give them to `take`, until there are none; then `frame` is it."""
 
-    def __init__(self, selection: Selection, length: int) -> None:
-        """`length` is the frame's, from its handle."""
+    def __init__(self, selection: Selection, length: int, part: int = 0, parts: int = 1) -> None:
+        """`length` is the frame's, from its handle; `part` of `parts` as its entry says."""
         self._selection, self._length = selection, length
         self._info: FrameInfo | None = None
         self._zero_blocks = np.zeros((0, 3), np.int64)
-        first = selection.preamble_guess if selection.sparse else length
+        first = selection.preamble_guess if selection.sparse(part, parts) else length
         self.ranges: tuple[tuple[int, int], ...] = ((0, min(first, length)),)
         """What to fetch next: bytes (start, stop)."""
         self.bytes = 0

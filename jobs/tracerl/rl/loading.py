@@ -53,8 +53,9 @@ class RecordLoader:
 
     Records are looked up and never used up: several passes of a step may need them. They are kept until their
     trajectory is dropped, as far as they fit in `cache_bytes`; the least recently used go first and are
-    fetched again when they are needed. `selection` names the sites that this process needs, None all of
-    `table`; records are then of `selection.table`. Use it from several threads; close it before its source.
+    fetched again when they are needed. `selections` name the sites that this process needs of `table` and of
+    `audit_table`, None all; records are then of a selection's table. Use it from several threads; close it
+    before its source.
     """
 
     def __init__(
@@ -66,11 +67,11 @@ class RecordLoader:
         job_uid: str,
         run_id: str,
         reprefill: Reprefill,
-        selection: Selection | None = None,
+        selections: tuple[Selection | None, Selection | None] = (None, None),
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
         self._source = source
-        self._table, self._audit_table, self._selection = table, audit_table, selection
+        self._table, self._audit_table, self._selections = table, audit_table, selections
         self._job_uid, self._run_id, self._reprefill = job_uid, run_id, reprefill
         self._limit = cache_bytes
 
@@ -275,9 +276,9 @@ class RecordLoader:
     # -- reading ------------------------------------------------------------------------------------------
 
     def _read(self, trajectories: Sequence[Trajectory]) -> dict[str, _Loaded]:
-        records = self._pair(trajectories, self._table, self._selection)
+        records = self._pair(trajectories, self._table, self._selections[0])
         audited = [t for t in trajectories if any(entry.audit for entry in t.entries)]
-        audits = self._pair(audited, self._audit_table, None)
+        audits = self._pair(audited, self._audit_table, self._selections[1])
         return {t.id: _Loaded(records.get(t.id, _NOTHING), audits.get(t.id, _NOTHING)) for t in trajectories}
 
     def _pair(
@@ -288,9 +289,12 @@ class RecordLoader:
             return {}
         started = time.thread_time()
         own = table if selection is None else selection.table
-        named = dict.fromkeys(
-            entry.handle for t in trajectories for entry in t.entries if entry.audit is table.audit
-        )
+        named = {
+            entry.handle: (entry.part, entry.parts)
+            for t in trajectories
+            for entry in t.entries
+            if entry.audit is table.audit
+        }
         with self._changed:
             known = self._prefixes.items if not table.audit else {}
             kept = {handle: known[handle] for handle in named if handle in known}
@@ -299,7 +303,7 @@ class RecordLoader:
         for _ in range(_LOANS):
             opened = dict(kept)
             try:
-                with self._borrowed(lengths, selection, opened) as (pieces, travelled):
+                with self._borrowed(lengths, named, selection, opened) as (pieces, travelled):
                     paired = self._assemble(
                         trajectories, own, pieces, opened, travelled=travelled, started=started
                     )
@@ -361,7 +365,11 @@ class RecordLoader:
 
     @contextmanager
     def _borrowed(
-        self, lengths: Mapping[Handle, int], selection: Selection | None, opened: dict[Handle, Frame]
+        self,
+        lengths: Mapping[Handle, int],
+        parts: Mapping[Handle, tuple[int, int]],
+        selection: Selection | None,
+        opened: dict[Handle, Frame],
     ) -> Iterator[tuple[dict[Handle, memoryview | TraceRLError], dict[Handle, int]]]:
         """Borrow frames as long as the block runs: their bytes by handle, and how many of them travelled.
 
@@ -378,7 +386,9 @@ class RecordLoader:
                 pieces.clear()
             return
         errors: dict[Handle, memoryview | TraceRLError] = {}
-        reading = {handle: PartialFrame(selection, length) for handle, length in lengths.items()}
+        reading = {
+            handle: PartialFrame(selection, length, *parts[handle]) for handle, length in lengths.items()
+        }
         while asked := {h: part.ranges for h, part in reading.items() if part.ranges and h not in errors}:
             with self._source.borrow(list(starmap(Wanted, asked.items()))) as borrowed:
                 for handle, piece in zip(asked, borrowed.pieces, strict=True):
@@ -419,9 +429,15 @@ class NoRecords:
 
 @contextmanager
 def open_loader(
-    resolved: ResolvedJob, shape: ModelShape, run_id: str, name: str
+    resolved: ResolvedJob,
+    shape: ModelShape,
+    run_id: str,
+    name: str,
+    selections: tuple[Selection | None, Selection | None] = (None, None),
 ) -> Iterator[tuple[RecordLoader, FrameSource]]:
     """Open the record stores of a job for the trainer process `name`: a loader, and the source that it reads.
+
+    `selections` are those of its engine.
 
     The first one of a run is trainer-0's, which ends all earlier runs.
     """
@@ -435,6 +451,7 @@ def open_loader(
             job_uid=resolved.job_uid,
             run_id=run_id,
             reprefill=spec.records.reprefill,
+            selections=selections,
         )
         with closing(loader):
             yield loader, source

@@ -122,7 +122,7 @@ def layer(table: SiteTable, number: int) -> Selection:
 
 def test_only_the_sections_are_read() -> None:
     selection = layer(TABLE, 3)
-    assert selection.sparse
+    assert selection.sparse()
     rows = random_rows(TABLE, 400)
     quantised = [index for index, site in enumerate(TABLE.sites) if site.blocks]
     zero = np.array([[row, index, 0] for row in range(0, 400, 2) for index in quantised])
@@ -136,7 +136,7 @@ def test_only_the_sections_are_read() -> None:
         assert len(frame.zero_blocks) == np.isin(zero_blocks[:, 1], mine).sum()
     # What needs most of a frame reads it at once.
     most = Selection(TABLE, TABLE.whole[1:])
-    assert not most.sparse
+    assert not most.sparse()
     frame, size = read(most, data)
     assert size == len(data)
 

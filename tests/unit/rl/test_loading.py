@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,7 +18,9 @@ from rl_harness import SHAPE, make_job
 
 from tracerl.api.frames import Handle
 from tracerl.api.job import Reprefill, Retention
+from tracerl.api.model import ModelShape
 from tracerl.engines.base import Trajectory
+from tracerl.engines.megatron.slicing import Place, selection_of
 from tracerl.records.frame import FrameHeader, encode_frame
 from tracerl.records.pairing import RecordEntry, assemble
 from tracerl.records.partial import Selection
@@ -60,9 +63,9 @@ class Watched:
 class World:
     """A rollout's sink and a trainer's source in the same memory."""
 
-    def __init__(self, tmp_path: Path) -> None:
-        spec = make_job(tmp_path).job.spec
-        self.table, self.audit = site_table(SHAPE, spec), audit_table(SHAPE, spec)
+    def __init__(self, tmp_path: Path, shape: ModelShape = SHAPE, **sections: dict[str, Any]) -> None:
+        spec = make_job(tmp_path, **sections).job.spec
+        self.table, self.audit = site_table(shape, spec), audit_table(shape, spec)
         uri = f"memory://loading-{next(_NUMBERS)}"
         self.sink = ObjectSink(
             open_filesystem(uri),
@@ -80,20 +83,24 @@ class World:
         self.sizes: dict[Handle, int] = {}
         self.loaders: list[RecordLoader] = []
 
-    def frame(self, table: SiteTable, rows: np.ndarray, start: int, **subject: str) -> Handle:
+    def frame(
+        self, table: SiteTable, rows: np.ndarray, start: int, *, part: int | None = None, **subject: str
+    ) -> Handle:
+        """Write a frame of all sites, or `part` of two."""
         header = FrameHeader(
             job_uid=JOB,
             run_id=RUN,
             **{"trajectory": "", **subject},
-            part=0,
-            parts=1,
+            part=part or 0,
+            parts=1 if part is None else 2,
             row_start=start,
             row_stop=start + len(rows),
             version=VERSION,
             table_digest=table.digest,
             audit=table.audit,
         )
-        data = encode_frame(header, table, rows)
+        slices = None if part is None else table.select(part, 2)
+        data = encode_frame(header, table, rows, slices=slices)
         handle = self.sink.put(data, header.key)
         self.sizes[handle] = len(data)
         return handle
@@ -127,10 +134,14 @@ class World:
                     entries=entries,
                 )
             )
+        self.settle()
+        return found
+
+    def settle(self) -> None:
+        """Wait until all frames can be read."""
         settled = threading.Event()
         self.sink.settle(settled.set)
         assert settled.wait(30)
-        return found
 
     def loader(self, **settings: Any) -> RecordLoader:
         loader = RecordLoader(
@@ -392,8 +403,8 @@ def test_a_rank_that_needs_one_layer_reads_little_else(world: World) -> None:
     group = world.group("a", 2, rows=200, audited=True)
     slices = [SiteSlice(i, 0, s.groups) for i, s in enumerate(world.table.sites) if s.layer == 0]
     selection = Selection(world.table, slices)
-    assert selection.sparse
-    loader = world.loader(selection=selection)
+    assert selection.sparse()
+    loader = world.loader(selections=(selection, None))
     columns = np.concatenate(
         [np.arange(world.table.offset(s), world.table.offset(s) + s.row_bytes) for s in selected(selection)]
     )
@@ -414,6 +425,85 @@ def test_a_rank_that_needs_one_layer_reads_little_else(world: World) -> None:
     assert whole.records is not None
     assert damaged.records.missing.total() == 197
     assert whole.records.missing == {}
+
+
+HEADS = ModelShape.uniform(
+    2,
+    hidden=32,
+    heads=4,
+    kv_heads=4,
+    head_dim=16,
+    experts=8,
+    top_k=2,
+    expert_hidden=16,
+    vocab=64,
+    context=256,
+)
+
+
+def test_tensor_parallel_ranks_read_their_heads_and_no_others(tmp_path: Path) -> None:
+    """Of a rollout of two ranks, which wrote two heads of four each; of audits too; counted in bytes."""
+    world = World(tmp_path, HEADS, method={"name": "TRACE", "trace": {"layers": {"policy": "All"}}})
+    [trajectory] = world.group("a", 1, rows=203)
+    rows = {table: random_rows(table, 203, f"whole-{table.audit}") for table in (world.table, world.audit)}
+    trajectory.entries = [
+        RecordEntry(
+            world.frame(table, half(table, every, part), 0, part=part, trajectory="a-0"), part, 2, 0, 203
+        )
+        for table, every in rows.items()
+        for part in range(2)
+    ]
+    trajectory.entries = [replace(entry, audit=number > 1) for number, entry in enumerate(trajectory.entries)]
+    world.settle()
+    for rank in range(2):
+        place = Place(tensor=2, tensor_rank=rank)
+        mine, audited = (selection_of(table, HEADS.layers, place) for table in rows)
+        loader = world.loader(selections=(mine, audited))
+        [loaded] = loader.load([trajectory])
+        counts = loader.take_counts()
+        for found, size in ((loaded.records, counts.bytes), (loaded.audit, counts.audit_bytes)):
+            assert found is not None
+            assert found.missing == {}
+            assert found.present.all()
+            whole = world.audit if found is loaded.audit else world.table
+            # Both heads of keys and values are in the frame of one part; all else is in part 0.
+            expected = [half(whole, rows[whole], 0), half(whole, rows[whole], 1)]
+            shared = [
+                rows[whole][:, whole.offset(site) :][:, : site.row_bytes]
+                for site in whole.sites
+                if site.kind not in {SiteKind.KEY, SiteKind.VALUE}
+            ]
+            own = expected[rank].shape[1] + (sum(part.shape[1] for part in shared) if rank else 0)
+            assert found.rows.shape[1] == own
+            for site in found.table.sites:
+                got = found.rows[:, found.table.offset(site) :][:, : site.row_bytes].numpy()
+                index = whole.sites.index(
+                    next(s for s in whole.sites if (s.layer, s.kind) == (site.layer, site.kind))
+                )
+                assert np.array_equal(got, piece(whole, rows[whole], index, rank))
+            frames = 2 * Selection(whole, whole.whole).preamble_guess
+            # Heads of the other rank lie beside what is shared, or in a frame of which the start is read.
+            assert 203 * own < size < 203 * own + frames
+    world.close()
+
+
+def half(table: SiteTable, rows: np.ndarray, part: int) -> np.ndarray:
+    """What rank `part` of two writes: its heads, and as the first one all that is not of heads."""
+    written = [piece(table, rows, index, part) for index, _, _ in table.select(part, 2)]
+    return np.concatenate(written, axis=1)
+
+
+def piece(table: SiteTable, rows: np.ndarray, index: int, part: int) -> np.ndarray:
+    """Bytes of a site, of Key and Value those of heads 0 and 1 (part 0), or 2 and 3."""
+    site = table.sites[index]
+    whole = rows[:, table.columns[index] : table.columns[index + 1]]
+    if site.kind not in {SiteKind.KEY, SiteKind.VALUE}:
+        return whole
+    if table.audit:  # 4 bits a value, 8 a block of 16: 16 + 2 bytes of each two heads
+        return np.concatenate([whole[:, 16 * part :][:, :16], whole[:, 32 + 2 * part :][:, :2]], axis=1)
+    # 1 bit a value: 4 bytes; 3 bits a block: 6 bits of the 12 behind.
+    scales = (whole[:, 8].astype(int) | whole[:, 9].astype(int) << 8) >> 6 * part & 0x3F
+    return np.concatenate([whole[:, 4 * part :][:, :4], scales[:, None].astype(np.uint8)], axis=1)
 
 
 def selected(selection: Selection) -> list[Any]:

@@ -40,7 +40,7 @@ def test_a_rank_reads_its_layer(where: str, tmp_path: Path) -> None:
         if site.layer == layer and site.kind is not SiteKind.EXPERT_INPUT
     ]
     selection = Selection(table, slices)
-    assert selection.sparse
+    assert selection.sparse()
     rng = np.random.default_rng(0)
     with shared_directory() as directory:
         store = ThreadStore(directory / "store-0")
@@ -78,7 +78,7 @@ def test_a_rank_reads_its_layer(where: str, tmp_path: Path) -> None:
             job_uid=JOB_UID,
             run_id=RUN_ID,
             reprefill=Reprefill.AS_SAMPLED,
-            selection=selection,
+            selections=(selection, None),
         )
         loaded = loader.load(trajectories)
         counts = loader.take_counts()
