@@ -20,10 +20,16 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from tracerl.api.errors import JobError
+from tracerl.api.frames import Handle
 from tracerl.api.job import Spec
 from tracerl.api.model import ModelShape
 from tracerl.engines.base import Batch, EngineStats, Trajectory
 from tracerl.engines.megatron.trainer import MegatronTrainer
+from tracerl.records.frame import FrameHeader, encode_frame
+from tracerl.records.pairing import RecordEntry, TrajectoryRecords, assemble
+from tracerl.records.partial import PartialFrame, Selection
+from tracerl.records.sites import SiteKind, site_table
+from tracerl.rl.dealing import units_of
 
 EXPERTS = ModelShape.uniform(
     2, hidden=32, heads=4, kv_heads=2, head_dim=16, experts=8, top_k=3, expert_hidden=16, vocab=30, context=64
@@ -90,12 +96,12 @@ def train_shares(rank: int, processes: int) -> dict[str, Tensor]:
     return train_share(MegatronTrainer(SHAPE, spec), spec, rank, processes)
 
 
-# -- experts apart ------------------------------------------------------------------------------------------
+# -- one model over several processes -----------------------------------------------------------------------
 
 
-def job(options: Mapping[str, Any], *, data: int, expert: int) -> Spec:
+def job(options: Mapping[str, Any], **parallelism: int) -> Spec:
     """The job of these tests: everything is quantised and recorded."""
-    trainer = {"parallelism": {"data": data, "expert": expert}, "engineArgs": options.get("engineArgs", {})}
+    trainer = {"parallelism": parallelism, "engineArgs": options.get("engineArgs", {})}
     return spec_of(
         options.get("method", "TRACE"),
         dtype=options.get("dtype", "Float32"),
@@ -119,44 +125,88 @@ def sampled(spec: Spec, weights: dict[str, Tensor], version: int, count: int = 5
     ]
 
 
-def whole(own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What all ranks give, together; each name comes from one of them."""
+def whole(trainer: MegatronTrainer, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What all ranks give, together; each name comes from one of them, or in as many parts as it is cut."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return dict(own)
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, {name: tensor.clone() for name, tensor in own.items()})
-    joined: dict[str, Tensor] = {}
-    for part in parts:
-        assert part.keys() & joined.keys() <= {"updates"}
-        joined |= part
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, {name: tensor.clone() for name, tensor in own.items()})
+    parts: dict[str, list[Tensor]] = {}
+    for rank in ranks:
+        for name, tensor in rank.items():
+            parts.setdefault(name, []).append(tensor)
+    joined = {}
+    for name, found in parts.items():
+        cut = trainer.cut(name)
+        assert len(found) == (1 if cut is None else cut.parts), name
+        joined[name] = found[0] if cut is None else torch.cat(found, dim=cut.axis)
     return joined
 
 
-def shares(trajectories: list[Trajectory], processes: int, version: int) -> list[list[int]]:
-    """Who trains on what: in the last version one rank has nothing."""
-    ranks = processes - 1 if processes > 1 and version == 2 else processes
-    dealt = [list(range(len(trajectories)))[rank::ranks] for rank in range(ranks)]
-    return [*dealt, *[[] for _ in range(processes - ranks)]]
+def needed(trajectory: Trajectory, selections: tuple[Selection | None, Selection | None]) -> Trajectory:
+    """The trajectory with what a rank's loader reads of its records: out of the bytes of their frames."""
+    kinds = zip((trajectory.records, trajectory.audit), selections, strict=True)
+    records, audit = (
+        found if found is None or selection is None else read(found, selection, trajectory)
+        for found, selection in kinds
+    )
+    return dataclasses.replace(trajectory, records=records, audit=audit)
 
 
-def train(trainer: MegatronTrainer, spec: Spec, rank: int, processes: int) -> dict[str, Any]:
+def read(records: TrajectoryRecords, selection: Selection, trajectory: Trajectory) -> TrajectoryRecords:
+    """Write one frame of all rows, and read what is selected of it."""
+    table, version = records.table, int(records.versions[0])
+    place = ("uid", "run", trajectory.id, 0, 1, 0, records.n_rows)
+    header = FrameHeader(*place, version, table.digest, audit=table.audit)
+    data = encode_frame(header, table, records.rows.numpy(), records.zero_blocks.numpy())
+    part = PartialFrame(selection, len(data))
+    while part.ranges:
+        part.take([memoryview(data)[start:stop] for start, stop in part.ranges])
+    handle = Handle("rec://store-0/0?len=1&xxh3=0")
+    entry = RecordEntry(handle, 0, 1, 0, records.n_rows, table.audit)
+    found = assemble(
+        [entry],
+        lambda _: memoryview(b""),
+        selection.table,
+        tokens=len(trajectory.tokens),
+        prompt_tokens=trajectory.prompt_tokens,
+        token_versions=trajectory.token_versions,
+        job_uid="uid",
+        run_id="run",
+        trajectory=trajectory.id,
+        opened={handle: part.frame},
+    )
+    assert not found.missing
+    return found
+
+
+def shares(trajectories: list[Trajectory], units: int, version: int) -> list[list[int]]:
+    """Who trains on what: in the last version one unit has nothing."""
+    busy = units - 1 if units > 1 and version == 2 else units
+    dealt = [list(range(len(trajectories)))[unit::busy] for unit in range(busy)]
+    return [*dealt, *[[] for _ in range(units - busy)]]
+
+
+def train(trainer: MegatronTrainer, spec: Spec, rank: int) -> dict[str, Any]:
     """One warm-up step and three updates; what was seen on the way."""
+    unit, units = units_of(spec.trainer.parallelism)[rank], spec.trainer.parallelism.data
     torch.set_num_threads(1)
     trainer.set_learning_rate(0.003)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(EXPERTS.vocab, (5, 9), generator=generator)
     mask = torch.rand((5, 9), generator=generator) < 0.5
     seen: dict[str, Any] = {
-        "supervised": trainer.supervised_step(tokens[rank::processes], mask[rank::processes]),
+        "supervised": trainer.supervised_step(tokens[unit::units], mask[unit::units]),
         "versions": [],
     }
     for version in range(3):
-        every = sampled(spec, whole(dict(trainer.export())), version)
-        mine = shares(every, processes, version)[rank]
+        every = sampled(spec, whole(trainer, dict(trainer.export())), version)
+        mine = shares(every, units, version)[unit]
+        batch = Batch([needed(every[i], trainer.selections) for i in mine])
         how = {"temperature": 1.0, "version": version}
-        unguided = trainer.forward(Batch([every[i] for i in mine]), guided=False, **how)
+        unguided = trainer.forward(batch, guided=False, **how)
         guided = trainer.accumulate(
-            Batch([every[i] for i in mine]),
+            batch,
             lambda logp: -(logp * torch.arange(1, 1 + logp.shape[1])).sum() / 42,
             guided=True,
             **how,
@@ -171,44 +221,52 @@ def train(trainer: MegatronTrainer, spec: Spec, rank: int, processes: int) -> di
                 "norm": norm,
                 "sites": {key: dataclasses.asdict(counts) for key, counts in stats.sites.items()},
                 "rows": [stats.routes_rows, stats.routes_missing, stats.guided_rows, stats.guided_missing],
-                "state": whole(trainer.state()),
+                "attended_rows": sum(
+                    len(t.tokens) - 1
+                    for t in batch.trajectories
+                    for site in site_table(EXPERTS, spec).sites
+                    if site.kind in {SiteKind.KEY, SiteKind.VALUE}
+                ),
+                "state": whole(trainer, trainer.state()),
             }
         )
     return seen
 
 
-def train_experts(options: Mapping[str, Any], rank: int, processes: int) -> dict[str, Any]:
-    """Do that as one rank of a trainer whose experts are apart."""
-    spec = job(options, data=processes, expert=options.get("expert", processes))
-    return train(MegatronTrainer(EXPERTS, spec), spec, rank, processes)
+def train_parts(options: Mapping[str, Any], sizes: Mapping[str, int], rank: int, _: int) -> dict[str, Any]:
+    """Do that as one rank of a trainer whose model is apart."""
+    spec = job(options, **sizes)
+    return train(MegatronTrainer(EXPERTS, spec), spec, rank)
 
 
-def update(trainer: MegatronTrainer, every: list[Trajectory], rank: int, processes: int) -> None:
+def update(trainer: MegatronTrainer, every: list[Trajectory], rank: int) -> None:
     """One update on this rank's share."""
+    parallelism = trainer.spec.trainer.parallelism
     trainer.set_learning_rate(0.003)
-    mine = [every[i] for i in shares(every, processes, 0)[rank]]
+    share = shares(every, parallelism.data, 0)[units_of(parallelism)[rank]]
+    mine = [needed(every[i], trainer.selections) for i in share]
     how = {"guided": True, "temperature": 1.0, "version": 0}
     trainer.accumulate(Batch(mine), lambda logp: -logp.sum() / 42, **how)
     trainer.update()
 
 
-def checkpoints(directory: Path, rank: int, processes: int) -> dict[str, Any]:
+def checkpoints(directory: Path, sizes: Mapping[str, int], rank: int, _: int) -> dict[str, Any]:
     """Save and load Megatron's distributed checkpoint."""
     torch.set_num_threads(1)
-    spec = job({}, data=processes, expert=processes)
+    spec = job({}, **sizes)
     straight = MegatronTrainer(EXPERTS, spec)
-    every = sampled(spec, whole(dict(straight.export())), 0)
-    update(straight, every, rank, processes)
+    every = sampled(spec, whole(straight, dict(straight.export())), 0)
+    update(straight, every, rank)
     straight.save_sharded(directory / "apart")
-    saved = whole(straight.state())
-    update(straight, every, rank, processes)
-    resumed = MegatronTrainer(EXPERTS, job({"seed": 99}, data=processes, expert=processes))
+    saved = whole(straight, straight.state())
+    update(straight, every, rank)
+    resumed = MegatronTrainer(EXPERTS, job({"seed": 99}, **sizes))
     resumed.load_sharded(directory / "apart")
-    loaded = whole(resumed.state())
-    update(resumed, every, rank, processes)
+    loaded = whole(resumed, resumed.state())
+    update(resumed, every, rank)
     return {
         "saved": saved,
         "loaded": loaded,
-        "straight": whole(straight.state()),
-        "resumed": whole(resumed.state()),
+        "straight": whole(straight, straight.state()),
+        "resumed": whole(resumed, resumed.state()),
     }

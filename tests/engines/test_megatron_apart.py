@@ -1,4 +1,4 @@
-"""Several processes over gloo, with all experts or some of them, against one process: the same numbers.
+"""Several processes over gloo, each with all of the model or a part of it, against one: the same numbers.
 
 Processes are forked off this one, so this file comes before those whose tests leave threads behind.
 """
@@ -23,24 +23,30 @@ from megatron_worker import (
     leave,
     run_processes,
     train,
-    train_experts,
+    train_parts,
     train_shares,
 )
-from rl_harness import SHAPE, Log, make_job, rollout
+from rl_harness import Log, make_job, rollout
 from torch import Tensor
 
 from tracerl.api.errors import InputError, JobError
+from tracerl.api.job import TrainerParallelism
+from tracerl.api.model import ModelShape
 from tracerl.api.resolved import ResolvedJob
 from tracerl.engines.base import Batch, Trajectory
 from tracerl.engines.hf import hf_shapes, initial_weights
 from tracerl.engines.megatron.trainer import MegatronTrainer
 from tracerl.rl import parallel
+from tracerl.rl.dealing import units_of
 from tracerl.rl.loading import LEADER, open_loader
 from tracerl.rl.loop import run_loop
 from tracerl.rl.parallel import LeadingEngine, follow, join
 
 torch.set_num_threads(1)
 
+SHAPE = ModelShape.uniform(
+    2, hidden=32, heads=2, kv_heads=2, head_dim=16, experts=4, top_k=2, expert_hidden=16, vocab=64, context=32
+)
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -52,8 +58,8 @@ def apart() -> Iterator[None]:
 
 
 def alone(options: dict[str, Any]) -> dict[str, Any]:
-    spec = job(options, data=1, expert=1)
-    return train(MegatronTrainer(EXPERTS, spec), spec, 0, 1)
+    spec = job(options)
+    return train(MegatronTrainer(EXPERTS, spec), spec, 0)
 
 
 def merged(parts: list[dict[str, Any]], kind: str) -> dict[int, Tensor]:
@@ -70,18 +76,25 @@ def summed(parts: list[dict[str, Any]]) -> dict[Any, dict[str, int]]:
 
 
 @pytest.mark.parametrize(
-    ("processes", "options"),
+    ("sizes", "options"),
     [
-        (2, {}),
-        (2, {"quantization": {"secondInput": "RTN"}, "method": "QAT"}),
-        (2, {"engineArgs": RECOMPUTE}),
-        (4, {"expert": 2}),
+        ({"data": 2, "expert": 2}, {}),
+        ({"data": 2, "expert": 2}, {"quantization": {"secondInput": "RTN"}, "method": "QAT"}),
+        ({"data": 2, "expert": 2}, {"engineArgs": RECOMPUTE}),
+        ({"data": 4, "expert": 2}, {}),
+        ({"tensor": 2}, {}),
+        ({"context": 2}, {}),
+        ({"tensor": 2, "expert": 2}, {"engineArgs": RECOMPUTE}),
+        ({"context": 2, "expert": 2}, {}),
+        ({"tensor": 2, "data": 2, "expert": 4}, {}),
+        ({"tensor": 2, "context": 2}, {}),
     ],
-    ids=["all recorded", "nothing recorded", "recomputing", "two holders of each expert"],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else None,
 )
-def test_experts_apart_equal_experts_together(tmp_path, processes, options):
+def test_a_model_apart_equals_the_model_together(tmp_path, sizes, options):
     """Log-probs, moments and every code, of unequal shares of which one is empty; ranks count their own."""
-    found = run_processes(partial(train_experts, options), tmp_path, processes=processes)
+    ranks = TrainerParallelism(**sizes).ranks
+    found = run_processes(partial(train_parts, options, sizes), tmp_path, processes=ranks)
     expected = alone(options)
     assert {one["supervised"] for one in found} == {found[0]["supervised"]}
     assert found[0]["supervised"] == pytest.approx(expected["supervised"], rel=1e-5)
@@ -96,7 +109,10 @@ def test_experts_apart_equal_experts_together(tmp_path, processes, options):
             assert (row - merged(parts, "guided")[i][: len(row)]).abs().max() < 1e-5
         assert len({part["norm"] for part in parts}) == 1
         assert parts[0]["norm"] == pytest.approx(one["norm"], rel=1e-5)
-        assert [sum(part["rows"][i] for part in parts) for i in range(4)] == one["rows"]
+        # Tensor-parallel ranks count the rows of Key and Value each, of their own heads.
+        again = one["attended_rows"] * (sizes.get("tensor", 1) - 1)
+        rows = [sum(part["rows"][i] for part in parts) for i in range(4)]
+        assert rows == [one["rows"][0], 0, one["rows"][2] + again, 0]
         counts = summed(parts)
         assert counts == one["sites"]
         assert all(count["values"] and not count["guided_mismatched"] for count in counts.values())
@@ -111,7 +127,7 @@ def test_experts_apart_equal_experts_together(tmp_path, processes, options):
 def test_bf16_without_updates_is_bit_for_bit(tmp_path):
     """Sums over experts are rounded once, wherever the experts are."""
     options = {"dtype": "BFloat16"}
-    ranks = run_processes(partial(train_experts, options), tmp_path, processes=2)
+    ranks = run_processes(partial(train_parts, options, {"data": 2, "expert": 2}), tmp_path, processes=2)
     found = [rank["versions"][0] for rank in ranks]
     expected = alone(options)["versions"][0]
     for kind in ("guided", "unguided"):
@@ -121,12 +137,13 @@ def test_bf16_without_updates_is_bit_for_bit(tmp_path):
 
 def test_megatrons_checkpoint_goes_on_with_experts_apart(tmp_path):
     """Each rank writes and reads its own; a process that holds all experts refuses it in a sentence."""
-    for found in run_processes(partial(checkpoints, tmp_path), tmp_path, processes=2):
+    sizes = {"data": 2, "expert": 2}
+    for found in run_processes(partial(checkpoints, tmp_path, sizes), tmp_path, processes=2):
         for one, other in (("loaded", "saved"), ("resumed", "straight")):
             assert found[one].keys() == found[other].keys()
             assert all(torch.equal(found[one][name], tensor) for name, tensor in found[other].items())
         assert int(found["resumed"]["updates"]) == 2
-    together = MegatronTrainer(EXPERTS, job({}, data=1, expert=1))
+    together = MegatronTrainer(EXPERTS, job({}))
     before = together.state()
     with pytest.raises(InputError, match=r"parallelism\.expert 2, not 1; go on"):
         together.load_sharded(tmp_path / "apart")
@@ -136,11 +153,16 @@ def test_megatrons_checkpoint_goes_on_with_experts_apart(tmp_path):
 # -- in the loop --------------------------------------------------------------------------------------------
 
 
-def job_of(directory: Path, *, expert: int, sync: str = "Auto", **sections: dict[str, Any]) -> ResolvedJob:
+TOGETHER, EXPERTS_APART = {"data": 2}, {"data": 2, "expert": 2}
+
+
+def job_of(
+    directory: Path, sizes: dict[str, int], *, sync: str = "Auto", **sections: dict[str, Any]
+) -> ResolvedJob:
     trainer = {
         "engine": "Megatron",
         "weightSync": sync,
-        "parallelism": {"data": 2, "expert": expert},
+        "parallelism": sizes,
         "optimizer": {"learningRate": "0.01"},
         "checkpoint": {"every": 2},
     }
@@ -173,8 +195,9 @@ def two_ranks(
 @contextmanager
 def leader_of(resolved: ResolvedJob, engine: MegatronTrainer) -> Iterator[LeadingEngine]:
     """What the loop makes of rank 0's engine, here for trajectories without entries."""
-    with open_loader(resolved, SHAPE, "run", LEADER) as (loader, _):
-        yield LeadingEngine(engine, loader, run_id="run", nodes=[None, None])
+    units = units_of(resolved.job.spec.trainer.parallelism)
+    with open_loader(resolved, SHAPE, "run", LEADER, engine.selections) as (loader, _):
+        yield LeadingEngine(engine, loader, run_id="run", nodes=[None, None], units=units)
 
 
 def trajectories(count: int) -> list[Trajectory]:
@@ -188,17 +211,25 @@ def trajectories(count: int) -> list[Trajectory]:
 async def run(resolved: ResolvedJob) -> list[dict[str, Any]]:
     log = Log()
     with two_ranks(resolved) as engine:
-        async with rollout(resolved):
+        async with rollout(resolved, shape=SHAPE):
             await run_loop(resolved, engine, log)
     return log.of("step")
 
 
-@pytest.mark.parametrize("sync", ["Disk", "Distributed"])
-async def test_a_whole_job_with_records_weights_and_checkpoints(tmp_path, sync):
-    """Against experts together; then continued from a checkpoint, also by ranks that hold all experts."""
-    together = await run(job_of(tmp_path / "together", expert=1, sync=sync))
-    job = job_of(tmp_path / "apart", expert=2, sync=sync)
-    apart = await run(job)
+@pytest.mark.parametrize(
+    ("sync", "sizes"),
+    [
+        ("Disk", EXPERTS_APART),
+        ("Distributed", EXPERTS_APART),
+        ("Distributed", {"tensor": 2}),
+        ("Disk", {"context": 2, "expert": 2}),
+    ],
+    ids=["experts by disk", "experts by gloo", "tensors", "rows and experts"],
+)
+async def test_a_whole_job_with_records_weights_and_checkpoints(tmp_path, sync, sizes):
+    """Against a model together; then continued from a checkpoint, also by ranks that hold all of it."""
+    together = await run(job_of(tmp_path / "together", TOGETHER, sync=sync))
+    apart = await run(job_of(tmp_path / "apart", sizes, sync=sync))
     assert [line["step"] for line in apart] == [1, 2, 3, 4]
     for line, other in zip(apart, together, strict=True):
         assert line["gap_guided"]["max"] < 1e-4
@@ -206,14 +237,15 @@ async def test_a_whole_job_with_records_weights_and_checkpoints(tmp_path, sync):
         rows = line["prompt_tokens"] + line["response_tokens"] - line["trajectories"]
         assert (line["records"]["rows"], line["records"]["rows_missing"]) == (rows, 0)
         assert len(line["mismatch"]) == len(other["mismatch"]) == 8
+        assert line["records"]["frames"] == other["records"]["frames"]
         # Each rank fetches the frames of its own trajectories, but for prompts of which both have samples.
         fetched = line["records"]["bytes"] + line["records"]["audit_bytes"]
         assert fetched <= line["transport"]["read_bytes"]["object"] <= 1.5 * fetched
     assert apart[0]["reward"] == together[0]["reward"]
     assert apart[0]["policy"] == pytest.approx(together[0]["policy"], rel=1e-3, abs=1e-5)
     shutil.copytree(tmp_path / "apart", tmp_path / "copy")
-    for directory, expert in ((tmp_path / "apart", 2), (tmp_path / "copy", 1)):
-        again = job_of(directory, expert=expert, sync=sync)
+    for directory, layout in ((tmp_path / "apart", sizes), (tmp_path / "copy", TOGETHER)):
+        again = job_of(directory, layout, sync=sync)
         shutil.rmtree(again.layout.checkpoints / "step-000004")
         resumed = await run(again)
         assert [line["step"] for line in resumed] == [3, 4]
@@ -223,15 +255,16 @@ async def test_a_whole_job_with_records_weights_and_checkpoints(tmp_path, sync):
             assert line["gap_guided"]["max"] < 1e-4
 
 
-def test_rank_0_gets_all_weights_and_may_stop_in_the_middle(tmp_path, monkeypatch):
+@pytest.mark.parametrize("sizes", [EXPERTS_APART, {"tensor": 2}], ids=["experts", "tensors"])
+def test_rank_0_gets_all_weights_and_may_stop_in_the_middle(tmp_path, monkeypatch, sizes):
     monkeypatch.setattr(parallel, "_SHARE_BYTES", 1)
-    resolved = job_of(tmp_path, expert=2)
+    resolved = job_of(tmp_path, sizes)
     expected = dict(initial_weights(SHAPE, resolved.job.spec.warmup.seed))
     with two_ranks(resolved) as engine, leader_of(resolved, engine) as leader:
         own = dict(engine.export())
-        assert 0 < len(own) < len(expected)
+        assert 0 < sum(tensor.nbytes for tensor in own.values()) < sum(t.nbytes for t in expected.values())
         exporting = leader.export()
-        for _ in range(len(own) + 3):
+        for _ in range(sum(engine.cut(name) is None for name in own) + 3):
             next(exporting)
         # Whoever stopped there goes on with something else.
         logp = leader.forward(Batch(trajectories(3)), guided=True, temperature=1.0, version=0)
@@ -248,19 +281,20 @@ def test_rank_0_gets_all_weights_and_may_stop_in_the_middle(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("weight", "site"),
+    ("weight", "site", "sizes"),
     [
-        ("model.layers.1.self_attn.o_proj.weight", "layer 1 ExpertInput"),
+        ("model.layers.1.self_attn.o_proj.weight", "layer 1 ExpertInput", EXPERTS_APART),
         # Of an expert of rank 1, which computes tokens of both.
-        ("model.layers.1.mlp.experts.3.up_proj.weight", "layer 1 FC2Input"),
-        ("lm_head.weight", "logits"),
+        ("model.layers.1.mlp.experts.3.up_proj.weight", "layer 1 FC2Input", EXPERTS_APART),
+        ("lm_head.weight", "logits", EXPERTS_APART),
+        ("model.layers.1.self_attn.v_proj.weight", "layer 1 Value", {"tensor": 2}),
     ],
 )
-def test_a_value_that_is_not_finite_ends_the_pass_of_all_ranks_with_its_site(tmp_path, weight, site):
+def test_a_value_that_is_not_finite_ends_the_pass_of_all_ranks_with_its_site(tmp_path, weight, site, sizes):
     """One trajectory alone: the other rank has none, and is told."""
     weights = dict(initial_weights(SHAPE, 1))
     weights[weight] = torch.full_like(weights[weight], 3e38)
-    resolved = job_of(tmp_path, expert=2, method={"name": "QAT"})
+    resolved = job_of(tmp_path, sizes, method={"name": "QAT"})
     with two_ranks(resolved, weights, ends=1) as engine, leader_of(resolved, engine) as leader:
         with pytest.raises(JobError, match=site) as error:
             leader.forward(Batch(trajectories(1)), guided=True, temperature=1.0, version=0)
@@ -268,7 +302,7 @@ def test_a_value_that_is_not_finite_ends_the_pass_of_all_ranks_with_its_site(tmp
 
 
 def test_a_rank_that_is_gone_is_missed_in_a_sentence(tmp_path):
-    resolved = job_of(tmp_path, expert=2)
+    resolved = job_of(tmp_path, EXPERTS_APART)
     with two_ranks(resolved) as engine, leader_of(resolved, engine) as leader:
         leader.close()
         with pytest.raises(JobError, match="trainer-1 is gone"):

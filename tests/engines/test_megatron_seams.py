@@ -24,9 +24,10 @@ from tracerl.engines.megatron.layers import (
     GuidedAttention,
     GuidedExperts,
     GuidedMoE,
+    Norm,
     RecordedRoutes,
     Seat,
-    layer_spec,
+    block_spec,
 )
 from tracerl.engines.megatron.model import build, transformer_config
 from tracerl.engines.megatron.slicing import Place
@@ -52,6 +53,19 @@ SEAMS = {
     "tensor_parallel.random.CudaRNGStatesTracker.fork": ["self", "name"],
     "tensor_parallel.random._get_cuda_rng_state": ["device", "clone", "graph_safe"],
     "tensor_parallel.random._set_cuda_rng_state": ["new_state", "device", "graph_safe"],
+    "models.common.embeddings.rotary_pos_embedding.get_pos_emb_on_this_cp_rank": [
+        "pos_emb", "seq_dim", "cp_group",
+    ],
+    "tensor_parallel.gather_from_sequence_parallel_region": [
+        "input_", "tensor_parallel_output_grad", "group",
+    ],
+    "tensor_parallel.reduce_from_tensor_model_parallel_region": ["input_", "group"],
+    "tensor_parallel.vocab_parallel_cross_entropy": ["vocab_parallel_logits", "target"],
+    "tensor_parallel.layers.set_tensor_model_parallel_attributes": [
+        "tensor", "is_parallel", "dim", "stride",
+    ],
+    "transformer.transformer_block.TransformerBlockSubmodules": ["layer_specs", "layer_norm"],
+    "transformer.torch_norm.WrappedTorchNorm": ["config", "hidden_size", "eps"],
     "distributed.finalize_model_grads.finalize_model_grads": ["model", "num_tokens"],
     "optimizer.get_megatron_optimizer": ["config", "model_chunks"],
     "optimizer.optimizer.ChainedOptimizer.prepare_grads": ["self"],
@@ -94,20 +108,23 @@ def test_an_untested_version_is_refused(monkeypatch):
 
 @pytest.fixture
 def model() -> GPTModel:
-    join_groups(TrainerParallelism())
+    join_groups(TrainerParallelism(), CPU)
     with host(CPU), quiet():
-        return build(SHAPE, transformer_config(SHAPE, Place(), torch.float32, CPU, {}), Seat(), CPU)
+        return build(SHAPE, Place(), transformer_config(SHAPE, Place(), torch.float32, CPU, {}), Seat(), CPU)
 
 
 def test_every_layer_of_a_built_model_has_its_seams(model):
     for index, layer in enumerate(model.decoder.layers):
         assert type(layer.self_attention.core_attention) is GuidedAttention
         assert type(layer.mlp) is GuidedMoE
+        norms = (layer.input_layernorm, layer.pre_mlp_layernorm, layer.self_attention.q_layernorm)
+        assert {type(norm) for norm in (*norms, layer.self_attention.k_layernorm)} == {Norm}
         assert type(layer.mlp.experts) is GuidedExperts
         assert type(layer.mlp.router.router_replay) is RecordedRoutes
         assert layer.mlp.layer_number == layer.self_attention.core_attention.layer_number == index + 1
         seats = {id(m.seat) for m in (layer.self_attention.core_attention, layer.mlp, layer.mlp.experts)}
         assert len(seats) == 1
+    assert type(model.decoder.final_layernorm) is Norm
     # The router is the layer's: a second way to its weight would train it twice.
     names = [name for name, _ in model.named_parameters()]
     assert len(names) == len(set(names))
@@ -119,7 +136,7 @@ def test_a_layer_spec_with_other_classes_is_refused(monkeypatch):
 
     monkeypatch.setattr(layers, "MoELayer", GuidedMoE)
     with pytest.raises(AssertionError, match="is tested"):
-        layer_spec(4)
+        block_spec(4, 1)
 
 
 def test_every_argument_is_a_field_of_megatrons_configuration():

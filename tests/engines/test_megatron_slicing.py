@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tracerl.api.job import TrainerParallelism
 from tracerl.api.model import ModelShape
 from tracerl.engines.hf import hf_shapes
-from tracerl.engines.megatron.host import host, join_groups, quiet
+from tracerl.engines.megatron.host import host, join_groups, join_unit, quiet
 from tracerl.engines.megatron.layers import GuidedAttention, GuidedExperts, GuidedMoE, Seat
 from tracerl.engines.megatron.model import build, transformer_config
 from tracerl.engines.megatron.slicing import (
@@ -36,8 +36,9 @@ from tracerl.engines.megatron.slicing import (
     selection_of,
     sequence_positions,
 )
-from tracerl.engines.megatron.weights import parameters, to_hf, to_megatron
+from tracerl.engines.megatron.weights import cut_axis, parameters, to_hf, to_megatron
 from tracerl.records.sites import SiteKind, site_table
+from tracerl.rl.dealing import units_of
 
 SHAPE = ModelShape.uniform(
     4, hidden=32, heads=8, kv_heads=4, head_dim=16, experts=8, top_k=2, expert_hidden=16, vocab=32, context=64
@@ -54,7 +55,7 @@ def rank_of():
         parallelism = TrainerParallelism(**sizes)
         world = parallelism.tensor * parallelism.pipeline * parallelism.context * parallelism.data
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-        return join_groups(parallelism)
+        return join_groups(parallelism, CPU)
 
     def leave() -> None:
         parallel_state.destroy_model_parallel()
@@ -66,11 +67,41 @@ def rank_of():
 
 
 def built(place: Place) -> GPTModel:
-    """The model of a rank. Its local norms refuse sequence parallelism, which shapes no parameter."""
+    """The model of a rank."""
     with host(CPU), quiet():
         config = transformer_config(SHAPE, place, torch.float32, CPU, {})
-        config.sequence_parallel = False
-        return build(SHAPE, config, Seat(), CPU)
+        return build(SHAPE, place, config, Seat(), CPU)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"data": 3},
+        {"tensor": 2, "data": 2},
+        {"context": 2, "data": 2, "expert": 2},
+        {"tensor": 2, "data": 4, "expert": 4},
+        {"tensor": 2, "context": 2, "pipeline": 2, "data": 2},
+    ],
+    ids=str,
+)
+def test_ranks_with_the_same_trajectories_are_of_one_unit(rank_of, sizes):
+    """And those that compute together hold what a rank of them needs: whole units, whole expert groups."""
+    parallelism = TrainerParallelism(**sizes)
+    units = units_of(parallelism)
+    assert len(units) == parallelism.ranks
+    for rank in range(parallelism.ranks):
+        rank_of(rank, **sizes)
+        assert parallel_state.get_data_parallel_rank() == units[rank]
+        group = join_unit(parallelism)
+        if parallelism.ranks == parallelism.data and parallelism.expert == 1:
+            assert group is None
+            continue
+        together = set(dist.get_process_group_ranks(group))
+        assert {other for other, unit in enumerate(units) if unit == units[rank]} <= together
+        experts = parallel_state.get_expert_model_parallel_group()
+        assert set(dist.get_process_group_ranks(experts)) <= together
+        # No more than that: of their units each is whole.
+        assert len(together) == parallelism.ranks // parallelism.data * len({units[one] for one in together})
 
 
 @pytest.mark.parametrize(("context", "length"), [(1, 12), (2, 12), (2, 64), (4, 64)])
@@ -179,9 +210,16 @@ def test_shards_of_weights_are_megatrons(rank_of, tensor):
                 world_size=tensor,
             )
             assert torch.equal(own, value), parameter.name
-    back = dict(itertools.chain.from_iterable(to_hf(p, shards[p.name], SHAPE) for p in mapped))
-    assert set(back) == set(whole)
-    assert all(torch.equal(back[name], tensor_) for name, tensor_ in whole.items())
+    parts: dict[str, list[torch.Tensor]] = {}
+    for parameter in mapped:
+        for shard in shards[parameter.name]:
+            for name, part in to_hf(parameter, shard, SHAPE):
+                parts.setdefault(name, []).append(part)
+    assert set(parts) == set(whole)
+    for name, found in parts.items():
+        axis = cut_axis(name)
+        assert torch.equal(found[0] if axis is None else torch.cat(found, dim=axis), whole[name]), name
+        assert cut_axis(f"exp_avg/{name}") == axis
 
 
 def test_a_head_of_a_shard_is_the_head_of_the_records(rank_of):

@@ -397,7 +397,12 @@ def test_a_gradient_that_is_not_finite_changes_no_weight_and_leaves_nothing_behi
         ({"engineArgs": {"num_layers": 3}}, {}, r"engineArgs\.num_layers is decided"),
         ({"engineArgs": {"no_such": 3}}, {}, r"engineArgs\.no_such is no field"),
         ({"engineArgs": {"recompute_granularity": "some"}}, {}, "Megatron refuses"),
-        ({"parallelism": {"tensor": 2}}, {}, r"parallelism\.tensor is 2"),
+        ({"parallelism": {"pipeline": 2}}, {}, r"parallelism\.pipeline is 2"),
+        (
+            {"parallelism": {"context": 2}},
+            {"prefillAttends": "Exact"},
+            r"prefillAttends is Exact, which the Megatron trainer does not compute with .*context above 1",
+        ),
         ({"parallelism": {"data": 2}}, {}, "asks for 2 processes"),
     ],
 )

@@ -584,6 +584,11 @@ class TrainerParallelism(Model):
     expert: int = field(1, doc="Expert-parallel size.", ge=1, le=1_024)
     data: int = field(1, doc="Data-parallel size.", ge=1, le=65_536)
 
+    @property
+    def ranks(self) -> int:
+        """Processes of the trainer."""
+        return self.tensor * self.pipeline * self.context * self.data
+
 
 class Rollout(Model):
     """The rollout role: servers that generate trajectories and record how they rounded."""

@@ -621,7 +621,7 @@ def ranks_on_every_node(facts: Facts) -> Iterator[Fault]:
     spec, trainer = facts.spec, facts.spec.trainer
     if spec.placement.colocation is not Colocation.NONE and spec.rollout.nodes != trainer.nodes:
         return  # colocated_nodes says how many there should be
-    ranks = _trainer_ranks(spec)
+    ranks = trainer.parallelism.ranks
     if trainer.gpus_per_node == 0 and ranks % trainer.nodes:
         problem = f"is {trainer.nodes}, which does not divide the {ranks} ranks of spec.trainer.parallelism"
         remedy = f"write for example spec.trainer.parallelism.data: {trainer.nodes}, or fewer nodes"
@@ -659,7 +659,7 @@ def trainers_have_work(facts: Facts) -> Iterator[Fault]:
 
 @_rule(Level.VALIDATE, "spec.rollout.parallelism", "spec.trainer.parallelism", "spec.model.uri")
 def parallelism_fits_model(facts: Facts) -> Iterator[Fault]:
-    """Tensor parallelism divides the attention heads, expert the experts, pipeline the layers."""
+    """Tensor parallelism divides heads, the trainer's also token ids; expert experts, pipeline layers."""
     shape = facts.shape
     if shape is None:
         return
@@ -667,7 +667,8 @@ def parallelism_fits_model(facts: Facts) -> Iterator[Fault]:
     for path, size, whole, what in (
         ("spec.rollout.parallelism.tensor", rollout.tensor, shape.heads, "attention heads"),
         ("spec.rollout.parallelism.expert", rollout.expert, shape.experts, "experts"),
-        ("spec.trainer.parallelism.tensor", trainer.tensor, shape.heads, "attention heads"),
+        ("spec.trainer.parallelism.tensor", trainer.tensor, shape.kv_heads, "KV heads"),
+        ("spec.trainer.parallelism.tensor", trainer.tensor, shape.vocab, "token ids"),
         ("spec.trainer.parallelism.expert", trainer.expert, shape.experts, "experts"),
         ("spec.trainer.parallelism.pipeline", trainer.pipeline, shape.layers, "layers"),
     ):
@@ -734,15 +735,10 @@ def colocated_nodes(facts: Facts) -> Iterator[Fault]:
     if spec.placement.colocation is not Colocation.NONE and spec.rollout.nodes != spec.trainer.nodes:
         problem = f"is {spec.trainer.nodes}, but colocation {spec.placement.colocation} pairs it with the"
         write = str(spec.rollout.nodes)
-        if spec.trainer.gpus_per_node == 0 and _trainer_ranks(spec) % spec.rollout.nodes:
+        if spec.trainer.gpus_per_node == 0 and spec.trainer.parallelism.ranks % spec.rollout.nodes:
             write += f" and spec.trainer.parallelism.data: {spec.rollout.nodes}"
         remedy = f"write {write}, or spec.placement.colocation: None"
         yield Fault("spec.trainer.nodes", f"{problem} {spec.rollout.nodes} of the rollout", remedy)
-
-
-def _trainer_ranks(spec: Spec) -> int:
-    sizes = spec.trainer.parallelism
-    return sizes.tensor * sizes.pipeline * sizes.context * sizes.data
 
 
 @_rule(Level.API, "spec.placement", "spec.rollout.gpusPerNode", "spec.trainer.gpusPerNode")
@@ -769,8 +765,9 @@ def gpu_split(facts: Facts) -> Iterator[Fault]:
 
 @_rule(Level.START, "spec.rollout.gpusPerNode", "spec.trainer.gpusPerNode")
 def gpus_are_there(facts: Facts) -> Iterator[Fault]:
-    """The machine has the GPUs of both roles."""
-    wanted = facts.spec.rollout.gpus_per_node + facts.spec.trainer.gpus_per_node
+    """The machine has the GPUs of both roles, on all nodes that it stands in for."""
+    spec = facts.spec
+    wanted = sum(role.nodes * role.gpus_per_node for role in (spec.rollout, spec.trainer))
     if facts.machine is not None and wanted > facts.machine.gpus:
         path = "spec.rollout.gpusPerNode" if facts.spec.rollout.gpus_per_node else "spec.trainer.gpusPerNode"
         problem = f"and the other role's ask for {wanted} GPUs, but this machine has {facts.machine.gpus}"

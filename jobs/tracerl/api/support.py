@@ -39,7 +39,8 @@ class Only:
 _CPU = "it computes on CPUs"
 _ONE_PROCESS = "it is one process"
 _WHOLE_MODEL = "every trainer process holds the whole model"
-_WHOLE_LAYERS = "trainer processes differ in their trajectories and experts alone"
+_WHOLE_ROWS = "every trainer process computes whole trajectories"
+_WHOLE_BATCH = "the loss is of a whole micro-batch, which a pipeline would want piece by piece"
 _ROLLOUT, _TRAINER = RolloutEngine.REFERENCE, TrainerEngine.REFERENCE
 
 SUPPORTED: tuple[Only, ...] = (
@@ -49,12 +50,6 @@ SUPPORTED: tuple[Only, ...] = (
     Only("spec.rollout.nodesPerReplica", (1,), "a rollout server is of one node"),
     Only("spec.rollout.gpusPerNode", (0,), _CPU, _ROLLOUT),
     Only("spec.trainer.gpusPerNode", (0,), _CPU, _TRAINER),
-    Only(
-        "spec.trainer.gpusPerNode",
-        (0, 1),
-        "a trainer pod is one process, which has one GPU",
-        TrainerEngine.MEGATRON,
-    ),
     Only("spec.rollout.parallelism.tensor", (1,), _ONE_PROCESS, _ROLLOUT),
     Only("spec.rollout.parallelism.expert", (1,), _ONE_PROCESS, _ROLLOUT),
     Only("spec.rollout.parallelism.data", (1,), _ONE_PROCESS, _ROLLOUT),
@@ -64,9 +59,9 @@ SUPPORTED: tuple[Only, ...] = (
         "with several, SGLang takes no weights from a group of processes",
         RolloutEngine.SGLANG,
     ),
-    Only("spec.trainer.parallelism.tensor", (1,), _WHOLE_LAYERS),
-    Only("spec.trainer.parallelism.pipeline", (1,), _WHOLE_LAYERS),
-    Only("spec.trainer.parallelism.context", (1,), _WHOLE_LAYERS),
+    Only("spec.trainer.parallelism.pipeline", (1,), _WHOLE_BATCH),
+    Only("spec.trainer.parallelism.tensor", (1,), _WHOLE_MODEL, _TRAINER),
+    Only("spec.trainer.parallelism.context", (1,), _WHOLE_ROWS, _TRAINER),
     Only("spec.trainer.parallelism.expert", (1,), _WHOLE_MODEL, _TRAINER),
     Only("spec.quantization.format", (Format.NVFP4,), "it computes NVFP4 alone"),
     Only("spec.quantization.tensorScale", (TensorScaleRule.FIXED,), "it has fixed tensor scales alone"),

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from tracerl.api.model import ModelShape
 from tracerl.records.pairing import RecordEntry, TrajectoryRecords
+from tracerl.records.partial import Selection
+
+GROUP_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+"""By type of device, what carries tensors between the processes of a trainer; messages are on the CPU."""
 
 
 @dataclass
@@ -118,6 +122,13 @@ class EngineStats:
     """Left empty by engines: loading is not theirs."""
 
 
+class Cut(NamedTuple):
+    """How a tensor is cut into parts that ranks hold, one each, in their order."""
+
+    axis: int
+    parts: int
+
+
 class TrainerEngine(Protocol):
     """A trainer of one policy. Versions count optimiser steps of the loop; the engine never changes them."""
 
@@ -125,6 +136,14 @@ class TrainerEngine(Protocol):
     sharded: bool
     """Whether ranks hold parts of one model. All of them then take part in every pass, without trajectories
     too; `export` and `state` give what no rank before holds, and `load_state` takes the whole."""
+
+    @property
+    def selections(self) -> tuple[Selection | None, Selection | None]:
+        """What this rank needs of trajectories' records, and of their audits; None is all.
+
+        The records of a batch are of the selection's table.
+        """
+        ...
 
     def forward(self, batch: Batch, *, guided: bool, temperature: float, version: int) -> Tensor:
         """Log-probs float32 [B, R] of the response tokens, without gradient; 0 beyond a trajectory's end.
@@ -170,6 +189,10 @@ class TrainerEngine(Protocol):
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Continue from `state`; raises `InputError` when it is of another model or optimizer."""
+        ...
+
+    def cut(self, name: str) -> Cut | None:
+        """How ranks hold a tensor of `export` or `state` apart; None where they have it whole."""
         ...
 
     def stats(self) -> EngineStats:

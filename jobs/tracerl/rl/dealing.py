@@ -1,17 +1,29 @@
-"""Dealing: which data-parallel rank trains on which trajectory of a micro-batch."""
+"""Dealing: which rank of a trainer trains on which trajectory of a micro-batch."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 
+from tracerl.api.job import TrainerParallelism
+
+
+def units_of(parallelism: TrainerParallelism) -> list[int]:
+    """Number of the unit that each rank belongs to, by rank.
+
+    The ranks of a unit have the same trajectories: they are one data-parallel rank's tensor, context and
+    pipeline parallel ones. Tensor ranks are next to each other, then those of context, data and pipeline.
+    """
+    inner, data = parallelism.tensor * parallelism.context, parallelism.data
+    return [rank // inner % data for rank in range(inner * data * parallelism.pipeline)]
+
 
 def deal(homes: Sequence[str | None], nodes: Sequence[str | None], lengths: Sequence[int]) -> list[list[int]]:
-    """Deal trajectories out over ranks; returns each rank's, in their order in the micro-batch.
+    """Deal trajectories out over units of ranks; returns each unit's, in their order in the micro-batch.
 
     `homes` are the nodes that hold each trajectory's records (None: no matter which), `nodes` those of the
-    ranks, `lengths` the trajectories' tokens. Numbers of trajectories differ by 1 at most between ranks; as
-    many as that allows are on a rank of their home; then tokens are even, as far as dealing the longest first
+    units, `lengths` the trajectories' tokens. Numbers of trajectories differ by 1 at most between units; as
+    many as that allows are on a unit of their home; then tokens are even, as far as dealing the longest first
     makes them so. The same arguments give the same deal.
     """
     base, extra = divmod(len(homes), len(nodes))

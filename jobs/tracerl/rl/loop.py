@@ -29,6 +29,7 @@ from tracerl.records.sites import audit_table, site_table
 from tracerl.rl.account import StepContext, Totals, broken, expectations, step_record, transport_of
 from tracerl.rl.baseline import Pair
 from tracerl.rl.checkpoint import Checkpoints
+from tracerl.rl.dealing import units_of
 from tracerl.rl.generation import Batches, Generator, encode_prompt
 from tracerl.rl.loading import LEADER, NoRecords, RecordLoader, open_loader
 from tracerl.rl.parallel import LeadingEngine
@@ -103,13 +104,14 @@ async def run_loop(
         spec.task, order_seed=spec.algorithm.seed, scratch=resolved.run_dir, s3=s3_options(resolved)
     )
     trainer = ThreadPoolExecutor(1, "trainer")
-    with open_loader(resolved, engine.shape, run_id, LEADER) as (loader, source):
-        ranks = spec.trainer.parallelism.data
+    with open_loader(resolved, engine.shape, run_id, LEADER, engine.selections) as (loader, source):
+        units = units_of(spec.trainer.parallelism)
         leading = LeadingEngine(
             engine,
             loader,
             run_id=run_id,
-            nodes=[resolved.node(f"trainer-{rank}") for rank in range(ranks)],
+            nodes=[resolved.node(f"trainer-{rank}") for rank in range(len(units))],
+            units=units,
             homes={store.name: store.node for store in resolved.endpoints.store},
         )
         loop = _Loop(
@@ -122,7 +124,7 @@ async def run_loop(
             tokenizer=tokenizer,
             trainer=trainer,
             source=source,
-            loader=loader if ranks == 1 else None,
+            loader=loader if len(units) == 1 else None,
         )
         try:
             await loop.run(asked_to_stop)

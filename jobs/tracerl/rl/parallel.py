@@ -1,9 +1,10 @@
-"""Training over one or several data-parallel processes: rank 0 drives, the others follow its calls.
+"""Training over one or several processes: rank 0 drives, the others follow its calls.
 
-Rank 0 runs the loop on a `LeadingEngine`, which deals the trajectories of every micro-batch out over all
-ranks; the others run `follow`. A rank gets the entries of its trajectories and loads their records by itself.
-Losses stay on rank 0: a rank sends its log-probs and gets their gradient back, so a loss may be any function
-of the whole micro-batch. Engines sum gradients over ranks in `update`.
+Rank 0 runs the loop on a `LeadingEngine`, which deals the trajectories of every micro-batch out over the
+units of ranks: each computes with its own, and the ranks of one unit with the same. The others run `follow`.
+A rank gets the entries of its trajectories and loads what it needs of their records by itself. Losses stay on
+rank 0: the first rank of a unit sends its log-probs and all get their gradient back, so a loss may be any
+function of the whole micro-batch. Engines sum gradients over units in `update`.
 
 Ranks of a sharded engine compute every pass together and wait for each other in each layer of it. So they
 begin when all have their records, and rank 0 asks each for what it holds of weights and state.
@@ -16,10 +17,11 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from itertools import islice
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from tracerl.api.errors import JobError, TraceRLError
 from tracerl.api.frames import HandleError, parse_handle
 from tracerl.api.resolved import ResolvedJob
 from tracerl.engines.base import (
+    GROUP_BACKENDS,
     Batch,
     EngineStats,
     Loss,
@@ -60,8 +63,8 @@ _SHARE_BYTES = 32 * 2**20
 Message = tuple[dict[str, Any], list[Tensor]]
 
 
-def join(meeting: Path | str, *, rank: int, ranks: int, seconds: float = 300.0) -> None:
-    """Meet the other trainer processes.
+def join(meeting: Path | str, *, rank: int, ranks: int, seconds: float = 300.0, device: str = "cpu") -> None:
+    """Meet the other trainer processes, which compute on this type of `device`.
 
     On one machine through a file that was not there before; elsewhere at rank 0, whose address is then
     ``host:port`` and may be unknown for a while. JobError when not all of them come within `seconds`.
@@ -79,7 +82,9 @@ def join(meeting: Path | str, *, rank: int, ranks: int, seconds: float = 300.0) 
         # Before the group, which would wait for the others as long as for anything else.
         store.set(f"{_HERE}{rank}", "")
         store.wait([f"{_HERE}{other}" for other in range(ranks)], patience)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=_PATIENCE)
+        dist.init_process_group(
+            GROUP_BACKENDS[device], store=store, rank=rank, world_size=ranks, timeout=_PATIENCE
+        )
     except (OSError, RuntimeError) as error:
         raise JobError(
             Reason.TRAINER_LOST,
@@ -171,9 +176,9 @@ def _unpack(message: Message) -> list[Trajectory]:
 class LeadingEngine:
     """`TrainerEngine` of rank 0 over all ranks, that loads the records of what goes through it.
 
-    `nodes` has the node of every rank, and `homes` that of every record store by name, as far as they are
-    known. With one rank there is no process group. Use it from one thread at a time; `close` lets the other
-    ranks end.
+    `nodes` has the node of every rank, `units` its unit (None: each is its own), and `homes` the node of
+    every record store by name, as far as they are known. With one rank there is no process group. Use it from
+    one thread at a time; `close` lets the other ranks end.
     """
 
     def __init__(
@@ -183,13 +188,20 @@ class LeadingEngine:
         *,
         run_id: str,
         nodes: Sequence[str | None] = (None,),
+        units: Sequence[int] | None = None,
         homes: Mapping[str, str | None] | None = None,
     ) -> None:
         self._engine, self._loader = engine, loader
-        self._nodes, self._homes = nodes, homes or {}
+        self._homes = homes or {}
         self._others = range(1, len(nodes))
+        self._units = range(len(nodes)) if units is None else units
+        self._firsts = [self._units.index(unit) for unit in range(max(self._units) + 1)]
+        """The rank of each unit that gives its log-probs."""
+        # Ranks of a unit on other nodes read there what they need.
+        self._nodes = [nodes[rank] for rank in self._firsts]
         self.shape = engine.shape
-        self.sharded = False  # to its callers it is the whole model
+        # To its callers it is the whole model.
+        self.sharded, self.selections = False, (None, None)
         self._tell("start", run_id=run_id)
 
     def _tell(self, op: str, **values: Any) -> None:
@@ -198,11 +210,12 @@ class LeadingEngine:
 
     def _deal(self, batch: Batch) -> list[list[int]]:
         """Positions in the batch of each rank's trajectories; the same batch is always dealt alike."""
-        return deal(
+        dealt = deal(
             [self._home(trajectory) for trajectory in batch.trajectories],
             self._nodes,
             [len(trajectory.tokens) for trajectory in batch.trajectories],
         )
+        return [dealt[unit] for unit in self._units]
 
     def _home(self, trajectory: Trajectory) -> str | None:
         """Node that has the trajectory's own rows: what it shares comes first."""
@@ -213,7 +226,7 @@ class LeadingEngine:
 
     def announce(self, batches: Sequence[Batch]) -> None:
         """Name the micro-batches that passes will use, in order; records of earlier ones are dropped."""
-        parts: list[list[list[Trajectory]]] = [[] for _ in self._nodes]
+        parts: list[list[list[Trajectory]]] = [[] for _ in self._units]
         for batch in batches:
             for part, indices in zip(parts, self._deal(batch), strict=True):
                 part.append([batch.trajectories[index] for index in indices])
@@ -228,7 +241,7 @@ class LeadingEngine:
         hands = self._deal(batch)
         for rank in self._others:
             message, tensors = _pack([batch.trajectories[index] for index in hands[rank]])
-            _send(rank, {"op": op, **message, **values}, tensors)
+            _send(rank, {"op": op, "speaks": rank in self._firsts, **message, **values}, tensors)
         own = Batch(self._loader.load([batch.trajectories[index] for index in hands[_LEADER]]))
         if self._engine.sharded:
             # One that failed would not come into the pass, where the others would wait for it.
@@ -241,9 +254,9 @@ class LeadingEngine:
     def _gather(self, batch: Batch, hands: Sequence[Sequence[int]], own: Tensor) -> Tensor:
         """Put this rank's log-probs and the others' together, in the order of the batch."""
         logp = own.new_zeros(len(batch.trajectories), batch.max_response)
-        for rank, indices in enumerate(hands):
+        for rank in self._firsts:
             part = own.detach() if rank == _LEADER else _answer(rank)[1][0]
-            logp[indices, : part.shape[1]] = part
+            logp[hands[rank], : part.shape[1]] = part
         return logp
 
     def forward(self, batch: Batch, *, guided: bool, temperature: float, version: int) -> Tensor:
@@ -294,12 +307,12 @@ class LeadingEngine:
 
     def supervised_step(self, tokens: Tensor, loss_mask: Tensor) -> float:
         """One warm-up update on every rank (`TrainerEngine.supervised_step`)."""
-        ranks = len(self._nodes)
+        units = len(self._firsts)
         for rank in self._others:
-            part = slice(rank, None, ranks)
+            part = slice(self._units[rank], None, units)
             _send(rank, {"op": "supervised_step"}, [tokens[part], loss_mask[part]])
         with _Peer():
-            return self._engine.supervised_step(tokens[::ranks], loss_mask[::ranks])
+            return self._engine.supervised_step(tokens[::units], loss_mask[::units])
 
     def reset_optimizer(self) -> None:
         """Forget moments on every rank."""
@@ -308,12 +321,26 @@ class LeadingEngine:
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Weights: the same on every rank, or of a sharded engine what each of them holds."""
-        yield from self._engine.export()
-        yield from self._shares("export")
+        return self._whole(chain(self._engine.export(), self._shares("export")))
 
     def state(self) -> dict[str, Tensor]:
         """State (`TrainerEngine.state`), put together like weights."""
-        return self._engine.state() | dict(self._shares("state"))
+        return dict(self._whole(chain(self._engine.state().items(), self._shares("state"))))
+
+    def cut(self, name: str) -> None:
+        """What it gives is whole (`TrainerEngine.cut`)."""
+
+    def _whole(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Put tensors together that ranks hold apart."""
+        parts: dict[str, list[Tensor]] = {}
+        for name, tensor in tensors:
+            cut = self._engine.cut(name)
+            if cut is None:
+                yield name, tensor
+                continue
+            parts.setdefault(name, []).append(tensor)
+            if len(parts[name]) == cut.parts:
+                yield name, torch.cat(parts.pop(name), dim=cut.axis)
 
     def _shares(self, what: str) -> Iterator[tuple[str, Tensor]]:
         """What the other ranks of a sharded engine hold; a caller may stop in the middle of it."""
@@ -337,12 +364,20 @@ class LeadingEngine:
         """Counts summed over all ranks; seconds of the rank that took longest, since ranks work at once."""
         self._tell("stats")
         total = _stats(self._engine, self._loader)
+        records = {self._units[_LEADER]: [vars(total.records)]}
         for rank in self._others:
             other = _answer(rank)[0]
             for layer, kind, counts in other.pop("sites"):
                 _add(total.sites.setdefault((layer, kind), SiteCounts()), counts)
-            _add(total.records, other.pop("records"))
+            records.setdefault(self._units[rank], []).append(other.pop("records"))
             _add(total, other)
+        total.records = RecordCounts()
+        for unit in records.values():
+            # What all of its ranks have to do with counts once: as the rank has it that misses most.
+            most = max(unit, key=lambda counts: sum(counts["missing"].values()))
+            for counts in unit:
+                again = {} if counts is most else {"rows": 0, "missing": {}, "frames": 0}
+                _add(total.records, counts | again)
         return total
 
     def close(self) -> None:
@@ -393,7 +428,7 @@ def follow(engine: TrainerEngine, resolved: ResolvedJob, name: str) -> None:
     """
     started, _ = _receive(_LEADER)
     shares = _Shares(engine)
-    with open_loader(resolved, engine.shape, started["run_id"], name) as (loader, _source):
+    with open_loader(resolved, engine.shape, started["run_id"], name, engine.selections) as (loader, _source):
         failure: dict[str, Any] | None = None
         while True:
             message, tensors = _receive(_LEADER)
@@ -433,10 +468,11 @@ def _obey(
             elif op == "forward":
                 with _together(engine):
                     logp = engine.forward(batch, **how)
-                _send(_LEADER, {}, [logp])
+                if message["speaks"]:
+                    _send(_LEADER, {}, [logp])
             else:
                 with _together(engine):
-                    engine.accumulate(batch, _remote_loss, **how)
+                    engine.accumulate(batch, partial(_remote_loss, speaks=message["speaks"]), **how)
             if op == "accumulate":
                 if absent:
                     _receive(_LEADER)
@@ -482,7 +518,8 @@ class _Shares:
         _send(_LEADER, {"names": names, "more": bool(names)}, tensors)
 
 
-def _remote_loss(logp: Tensor) -> Tensor:
-    """Rank 0's loss, of which this rank only learns the gradient."""
-    _send(_LEADER, {}, [logp])
+def _remote_loss(logp: Tensor, *, speaks: bool) -> Tensor:
+    """Rank 0's loss, of which this rank only learns the gradient; the first of its unit `speaks` for it."""
+    if speaks:
+        _send(_LEADER, {}, [logp])
     return _with_gradient(logp, _receive(_LEADER)[1][0])

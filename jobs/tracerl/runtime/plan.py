@@ -441,7 +441,7 @@ def _node(facts: _Facts, token: Token, step: Step) -> Node:
     spec, rollout, trainer = facts.spec, facts.spec.rollout, facts.spec.trainer
     rows = _rollout_rows(facts, token)
     sizes = trainer.parallelism
-    ranks = sizes.tensor * sizes.pipeline * sizes.context * sizes.data
+    ranks = sizes.ranks
     split = sum(s.row_bytes for s in facts.table.sites if s.kind in {SiteKind.KEY, SiteKind.VALUE})
     copies = split + sizes.tensor * (token.record - split)
     groups = sizes.tensor * sizes.pipeline * sizes.context

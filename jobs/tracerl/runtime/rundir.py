@@ -287,7 +287,7 @@ def _ring_prefix() -> str:
 
 def _endpoints(spec: Spec, layout: RunLayout) -> Endpoints:
     """Place the processes on the nodes that this machine stands in for, as pods would be on a cluster's."""
-    rollouts, trainers, ranks = spec.rollout.nodes, spec.trainer.nodes, spec.trainer.parallelism.data
+    rollouts, trainers, ranks = spec.rollout.nodes, spec.trainer.nodes, spec.trainer.parallelism.ranks
     apart = rollouts if spec.placement.colocation is Colocation.NONE else 0
 
     def endpoints(role: str, nodes: Iterable[int]) -> list[Endpoint]:

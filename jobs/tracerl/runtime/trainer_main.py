@@ -32,6 +32,8 @@ from tracerl.runtime.interpreters import require_here
 from tracerl.runtime.results import event_files
 
 if TYPE_CHECKING:
+    import torch
+
     from tracerl.engines.base import TrainerEngine
     from tracerl.observe.tensorboard import EventFiles
 
@@ -81,12 +83,13 @@ def _train(resolved: ResolvedJob, name: str, exporter: StepExporter) -> None:
 
     spec = resolved.job.spec
     torch.set_num_threads(spec.trainer.threads)
-    rank, ranks = int(name.removeprefix("trainer-")), spec.trainer.parallelism.data
+    rank, ranks = int(name.removeprefix("trainer-")), spec.trainer.parallelism.ranks
+    device = _device(resolved, rank)
     if ranks > 1:
         meeting = resolved.endpoints.meeting or resolved.layout.meeting
-        join(meeting, rank=rank, ranks=ranks, seconds=resolved.appear_seconds)
+        join(meeting, rank=rank, ranks=ranks, seconds=resolved.appear_seconds, device=device.type)
     # Behind the meeting: Megatron makes its groups of the processes that are there.
-    engine = _engine(resolved)
+    engine = _engine(resolved, device)
     if rank > 0:
         if resolved.on_cluster:
             from tracerl.runtime.cluster import STOP_SECONDS  # noqa: PLC0415
@@ -110,10 +113,13 @@ def _linger(seconds: float) -> None:
 
 @contextmanager
 def _metrics(resolved: ResolvedJob, name: str, exporter: StepExporter) -> Iterator[None]:
-    """Serve metrics and health: on a cluster those of every trainer, on one machine trainer 0's alone."""
+    """Serve metrics and health: of each pod's first rank on a cluster, of trainer 0 alone on one machine."""
     if resolved.endpoints.directory is None:
         [url] = [endpoint.url for endpoint in resolved.endpoints.trainer if endpoint.name == name]
-        port = urlsplit(url or "").port or 80
+        if url is None:
+            yield
+            return
+        port = urlsplit(url).port or 80
         try:
             server = MetricsServer(exporter, host=None, port=port, token=resolved.token())
         except OSError as error:
@@ -140,7 +146,32 @@ def _published(server: MetricsServer, directory: Path, name: str) -> Iterator[No
         path.unlink(missing_ok=True)
 
 
-def _engine(resolved: ResolvedJob) -> TrainerEngine:
+def _device(resolved: ResolvedJob, rank: int) -> torch.device:
+    """Take the GPU of a rank, the only one that this process computes on, or the CPU.
+
+    In a pod the trainer's GPUs are counted from 0; on one machine they come after those of the rollouts.
+    """
+    import torch  # noqa: PLC0415
+
+    rollout, trainer = resolved.job.spec.rollout, resolved.job.spec.trainer
+    if not trainer.gpus_per_node:
+        return torch.device("cpu")
+    if resolved.on_cluster:
+        index = rank % trainer.gpus_per_node
+    else:
+        index = rollout.nodes * rollout.gpus_per_node + rank
+    here = torch.cuda.device_count()
+    if index >= here:
+        raise InputError(
+            f"spec.trainer.gpusPerNode: trainer-{rank} is to compute on GPU {index} (from 0), but there are "
+            f"{here} here; write fewer, or give the container as many"
+        )
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _engine(resolved: ResolvedJob, device: torch.device) -> TrainerEngine:
     from tracerl.engines.hf import read_tensors  # noqa: PLC0415
 
     spec = resolved.job.spec
@@ -156,7 +187,6 @@ def _engine(resolved: ResolvedJob) -> TrainerEngine:
     if spec.trainer.engine is TrainerEngineName.MEGATRON:
         from tracerl.engines.megatron.trainer import MegatronTrainer  # noqa: PLC0415
 
-        device = "cuda" if spec.trainer.gpus_per_node else "cpu"
         return MegatronTrainer(shape, spec, weights, device=device)
     from tracerl.engines.reference.trainer import ReferenceTrainer  # noqa: PLC0415
 

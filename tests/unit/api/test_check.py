@@ -408,20 +408,20 @@ BAD: list[tuple[list[str], str, str]] = [
         "does not run with Reference",
     ),
     (
-        ["spec.trainer={engine: Megatron, gpusPerNode: 2, parallelism: {data: 2}}", *APART],
-        "spec.trainer.gpusPerNode",
-        "does not run with Megatron (a trainer pod is one process, which has one GPU); write 0 or 1",
-    ),
-    (
         ["spec.rollout.nodes=2", "spec.rollout.nodesPerReplica=2", "spec.placement.colocation=None"],
         "spec.rollout.nodesPerReplica",
         "write 1",
     ),
     (["spec.trainer.parallelism.pipeline=2"], "spec.trainer.parallelism.pipeline", "write 1"),
     (
-        ["spec.trainer={engine: Megatron, parallelism: {tensor: 2}}"],
+        ["spec.trainer.parallelism={tensor: 2}"],
         "spec.trainer.parallelism.tensor",
-        "write 1",
+        "does not run with Reference (every trainer process holds the whole model); write 1",
+    ),
+    (
+        ["spec.trainer={engine: Megatron, parallelism: {tensor: 4}}"],
+        "spec.trainer.parallelism.tensor",
+        "does not divide the model's 2 KV heads; write a divisor of 2",
     ),
     (
         ["spec.trainer.parallelism={expert: 2, data: 2}"],
@@ -663,6 +663,11 @@ def test_fault_of_this_machine(
             *APART,
         ],
         ["spec.trainer={engine: Megatron, gpusPerNode: 1, nodes: 2, parallelism: {data: 2}}", *APART],
+        [
+            "spec.trainer={engine: Megatron, gpusPerNode: 4, parallelism: {tensor: 2, data: 2, expert: 4}}",
+            *APART,
+        ],
+        ["spec.trainer={engine: Megatron, parallelism: {tensor: 2, context: 2}}"],
         [
             "spec.rollout.nodes=2",
             "spec.trainer={engine: Megatron, nodes: 2, parallelism: {data: 2, expert: 2}}",

@@ -82,12 +82,12 @@ def make_job(directory: Path, **sections: dict[str, Any]) -> ResolvedJob:
 
 @contextlib.asynccontextmanager
 async def rollout(
-    resolved: ResolvedJob, puts_into: ResolvedJob | None = None
+    resolved: ResolvedJob, puts_into: ResolvedJob | None = None, shape: ModelShape = SHAPE
 ) -> AsyncIterator[RolloutServer]:
     """Serve rollout-0 on a free port, published like that of a real process."""
     server = RolloutServer(
         resolved.job,
-        SHAPE,
+        shape,
         job_uid=resolved.job_uid,
         token="secret",
         open_sink=partial(open_sink, puts_into or resolved, "rollout-0"),

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tracerl.rl.dealing import deal
+from tracerl.api.job import TrainerParallelism
+from tracerl.rl.dealing import deal, units_of
 
 NODES = st.sampled_from(["a", "b", "c"])
 CASE = st.tuples(
@@ -62,6 +63,21 @@ def test_counts_are_even_and_no_even_deal_has_more_at_home(case: tuple[list, lis
 )
 def test_deals(homes: list, nodes: list, lengths: list, dealt: list) -> None:
     assert deal(homes, nodes, lengths) == dealt
+
+
+@pytest.mark.parametrize(
+    ("sizes", "units"),
+    [
+        ({"data": 3}, [0, 1, 2]),
+        ({"tensor": 2, "data": 2}, [0, 0, 1, 1]),
+        ({"context": 2}, [0, 0]),
+        # Stages of a pipeline are furthest apart.
+        ({"tensor": 2, "pipeline": 2, "data": 2}, [0, 0, 1, 1, 0, 0, 1, 1]),
+        ({"data": 4, "expert": 2}, [0, 1, 2, 3]),
+    ],
+)
+def test_units(sizes: dict[str, int], units: list[int]) -> None:
+    assert units_of(TrainerParallelism(**sizes)) == units
 
 
 @settings(max_examples=50, deadline=None)

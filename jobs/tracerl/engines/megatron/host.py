@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import logging
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings import rotary_pos_embedding
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import moe_utils
 from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -23,7 +25,8 @@ from torch.overrides import TorchFunctionMode
 
 from tracerl.api.errors import InputError
 from tracerl.api.job import TrainerParallelism
-from tracerl.engines.megatron.slicing import Place
+from tracerl.engines.base import GROUP_BACKENDS
+from tracerl.engines.megatron.slicing import Place, context_chunks
 
 TESTED_VERSIONS = ("0.16.1", "0.19.2")
 
@@ -42,18 +45,18 @@ def check_version() -> None:
         )
 
 
-def join_groups(parallelism: TrainerParallelism) -> Place:
+def join_groups(parallelism: TrainerParallelism, device: torch.device) -> Place:
     """Make Megatron's process groups over the processes that have met, or over this one alone.
 
     Returns this rank's place. InputError when the sizes do not multiply to the number of processes, or
     groups of other sizes exist already.
     """
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    model = parallelism.tensor * parallelism.pipeline * parallelism.context
-    if model * parallelism.data != dist.get_world_size():
+        backend = GROUP_BACKENDS[device.type]
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    if parallelism.ranks != dist.get_world_size():
         raise InputError(
-            f"spec.trainer.parallelism asks for {model * parallelism.data} processes (tensor x pipeline x "
+            f"spec.trainer.parallelism asks for {parallelism.ranks} processes (tensor x pipeline x "
             f"context x data), but {dist.get_world_size()} have met; start as many"
         )
     if not parallel_state.model_parallel_is_initialized():
@@ -65,6 +68,9 @@ def join_groups(parallelism: TrainerParallelism) -> Place:
             expert_tensor_parallel_size=1,
             create_gloo_process_groups=False,  # for a distributed optimizer's state, on GPUs
         )
+        if device.type == "cuda":
+            # Attention asks for the state of these random numbers, though no dropout draws any.
+            megatron_random.model_parallel_cuda_manual_seed(0)
     place = Place(
         tensor=parallel_state.get_tensor_model_parallel_world_size(),
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
@@ -82,6 +88,31 @@ def join_groups(parallelism: TrainerParallelism) -> Place:
             "own"
         )
     return place
+
+
+def join_unit(parallelism: TrainerParallelism) -> dist.ProcessGroup | None:
+    """Group of the ranks that do every pass together; None where each computes alone.
+
+    Those that hold parts of one model and, where experts are apart, all that share experts with one of them.
+    """
+    model = parallelism.tensor * parallelism.context
+    size = math.lcm(model, parallelism.expert)
+    stage = model * parallelism.data
+    if size * parallelism.pipeline == 1:
+        return None
+    found: dist.ProcessGroup | None = None
+    for first in range(0, stage, size):
+        ranks = [
+            offset + rank
+            for offset in range(0, stage * parallelism.pipeline, stage)
+            for rank in range(first, first + size)
+        ]
+        # All processes make all groups, as torch demands.
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            assert isinstance(group, dist.ProcessGroup)
+            found = group
+    return found
 
 
 @contextlib.contextmanager
@@ -137,11 +168,19 @@ def _nothing_to_keep(*_: object, **__: object) -> torch.Tensor:
     return torch.empty(0)
 
 
+def _rotation_here(angles: torch.Tensor, axis: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Rotation angles of the positions that a context-parallel rank holds."""
+    chunks = torch.tensor(context_chunks(group.rank(), group.size()))
+    positions = torch.arange(angles.shape[axis]).view(2 * group.size(), -1)
+    return angles.index_select(axis, positions[chunks].flatten())
+
+
 _ANSWERS: tuple[tuple[Any, str, object], ...] = (
     (torch.cuda, "current_device", lambda: torch.device("cpu")),
     (torch.cuda, "current_stream", lambda *_: None),
     (torch.cuda, "synchronize", lambda *_: None),
     (megatron_random.CudaRNGStatesTracker, "fork", _no_fork),
+    (rotary_pos_embedding, "get_pos_emb_on_this_cp_rank", _rotation_here),
     # Activation recompute keeps and restores the state of CUDA's random numbers.
     (megatron_random, "_get_cuda_rng_state", _nothing_to_keep),
     (megatron_random, "_set_cuda_rng_state", _nothing_to_keep),

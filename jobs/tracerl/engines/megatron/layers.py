@@ -8,6 +8,7 @@ rollout, so that the input of their second matrix is the value that the rollout 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -16,11 +17,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from tracerl.engines.guided import Treatments
@@ -34,8 +39,12 @@ from tracerl.records.sites import SiteKind
 class Seat:
     """The forward pass that a model is in."""
 
-    group: dist.ProcessGroup | None = None
-    """Ranks that are in it together, as their experts compute each other's tokens; None: this one alone."""
+    unit: dist.ProcessGroup | None = None
+    """Ranks that do it together; None: this one alone."""
+    experts: dist.ProcessGroup | None = None
+    """Those of them whose experts compute each other's tokens; None for a rank that holds all experts."""
+    context: dist.ProcessGroup | None = None
+    """Those of them that hold other rows of the same trajectories; None for a rank that holds all rows."""
     treatments: Treatments | None = None
     sequence: Held | None = None
     """Rows whose residual stream is here: those of ExpertInput, Routes and FC2Input."""
@@ -70,7 +79,7 @@ class Seat:
             return inner_MF
         recorded = treatments.recorded(layer, SiteKind.FC2_INPUT, held.rows)
         width = inner_MF.shape[1]
-        arrivals = Arrivals(held, ids_PK, experts, self.group, width, width // NVFP4.block)
+        arrivals = Arrivals(held, ids_PK, experts, self.experts, width, width // NVFP4.block)
         here = arrivals.records(recorded, audited=self.fc2_audited)
         treated = inner_MF
         with self._together():
@@ -83,7 +92,7 @@ class Seat:
         try:
             yield
         except NonFiniteError as error:
-            if self.group is None:
+            if self.unit is None:
                 raise
             self.failure = self.failure or error
 
@@ -99,9 +108,19 @@ class Seat:
 
 
 class GuidedAttention(DotProductAttention):  # type: ignore[misc]
-    """Core attention that treats keys, after norm and rotation, and values."""
+    """Core attention that treats keys, after norm and rotation, and values.
+
+    Context-parallel ranks show each other their treated keys and values, so that each attends all rows before
+    its own; the mask that a pass brings has its columns in the order of the ranks.
+    """
 
     seat: Seat
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        # Megatron's refuses context parallelism, which is this class's own part.
+        config = copy.copy(config)
+        config.context_parallel_size = 1
+        super().__init__(config, *args, **kwargs)
 
     def forward(
         self,
@@ -117,6 +136,9 @@ class GuidedAttention(DotProductAttention):  # type: ignore[misc]
         flat, exact = (*key.shape[:2], -1), (key, value)
         key = self.seat.treat(layer, SiteKind.KEY, key.reshape(flat)).view(key.shape)
         value = self.seat.treat(layer, SiteKind.VALUE, value.reshape(flat)).view(value.shape)
+        context = self.seat.context
+        if context is not None:
+            key, value = (gather_from_sequence_parallel_region(x, group=context) for x in (key, value))
         if self.seat.pass_mask is not None:
             key, value = torch.cat([key, exact[0]]), torch.cat([value, exact[1]])
             attention_mask = self.seat.pass_mask
@@ -206,8 +228,17 @@ class RecordedRoutes(RouterReplay):  # type: ignore[misc]
         return scores.gather(1, self.chosen), self.chosen
 
 
-def layer_spec(experts: int) -> ModuleSpec:
-    """Megatron's own layer spec of a Qwen3-MoE layer, from its local modules, with the seams in it."""
+class Norm(nn.RMSNorm):
+    """RMS norm of a part of the rows (sequence parallelism), which Megatron's wrapper of it refuses."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps=eps)
+        # Megatron sums the gradients of what carries this mark.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def block_spec(experts: int, layers: int) -> TransformerBlockSubmodules:
+    """Give `layers` Qwen3-MoE layers of Megatron's own spec, from its local modules, with the seams in it."""
     spec = get_gpt_layer_local_spec(
         num_experts=experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
     )
@@ -217,7 +248,14 @@ def layer_spec(experts: int) -> ModuleSpec:
     parts.mlp = _with_class(parts.mlp, MoELayer, GuidedMoE)
     moe = parts.mlp.submodules if isinstance(parts.mlp, ModuleSpec) else parts.mlp.keywords["submodules"]
     moe.experts = _with_class(moe.experts, SequentialMLP, GuidedExperts)
-    return spec
+    for owner, name in (
+        (parts, "input_layernorm"),
+        (parts, "pre_mlp_layernorm"),
+        (attention, "q_layernorm"),
+        (attention, "k_layernorm"),
+    ):
+        setattr(owner, name, _with_class(getattr(owner, name), WrappedTorchNorm, Norm))
+    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=Norm)
 
 
 def attach(model: nn.Module, seat: Seat) -> None:

@@ -7,13 +7,19 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
 
 from tracerl.api.errors import InputError
 from tracerl.api.model import ModelShape
-from tracerl.engines.megatron.layers import Seat, attach, layer_spec
-from tracerl.engines.megatron.slicing import Place
+from tracerl.engines.megatron.layers import Seat, attach, block_spec
+from tracerl.engines.megatron.slicing import Place, layers_of
 
 
 def transformer_config(
@@ -84,24 +90,44 @@ def transformer_config(
         ) from None
 
 
-def build(shape: ModelShape, config: TransformerConfig, seat: Seat, device: torch.device) -> GPTModel:
-    """Make the model, in the dtype of its configuration, with the seams attached to a seat.
+def build(
+    shape: ModelShape, place: Place, config: TransformerConfig, seat: Seat, device: torch.device
+) -> GPTModel:
+    """Make a rank's part of the model, in the dtype of its configuration, with the seams on a seat.
 
-    Its weights are undefined until they are loaded.
+    Its weights are undefined until they are loaded. Logits are those of the rank's part of the vocabulary.
     """
     model = GPTModel(
         config=config,
-        transformer_layer_spec=layer_spec(shape.experts),
+        transformer_layer_spec=block_spec(shape.experts, len(layers_of(shape.layers, place))),
         vocab_size=shape.vocab,
         max_sequence_length=shape.context,
         position_embedding_type="rope",
         rotary_base=shape.rope_theta,
         rotary_percent=1.0,
         share_embeddings_and_output_weights=shape.tie_embeddings,
-        parallel_output=False,
+        parallel_output=True,
     )
     attach(model, seat)
+    _mark_shards(model)
     return model.to(device=device, dtype=config.params_dtype)
+
+
+def _mark_shards(model: GPTModel) -> None:
+    """Tell Megatron's optimizer which ranks sum the gradient of a parameter, and which count its norm."""
+    for module in model.modules():
+        if not isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding):
+            continue
+        if module.weight is None:  # that of the embedding
+            continue
+        # 0.16.1 sets this where it fills weights, and these are loaded.
+        if not hasattr(module.weight, "tensor_model_parallel"):
+            axis = 1 if isinstance(module, RowParallelLinear) else 0
+            set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=axis, stride=1)
+        # Tensor-parallel ranks that have all experts compute tokens of their own with them, which Megatron
+        # takes into account only with expert parallelism.
+        if getattr(module, "is_expert", False):
+            module.weight.allreduce = False
 
 
 def check_shape(shape: ModelShape, place: Place) -> None:

@@ -52,9 +52,14 @@ def context_positions(length: int, place: Place) -> Tensor:
     if place.context == 1:
         return torch.arange(length)
     chunk = length // (2 * place.context)
-    first, second = place.context_rank, 2 * place.context - 1 - place.context_rank
+    first, second = context_chunks(place.context_rank, place.context)
     steps = torch.arange(chunk)
     return torch.cat([first * chunk + steps, second * chunk + steps])
+
+
+def context_chunks(rank: int, ranks: int) -> tuple[int, int]:
+    """Numbers of the two chunks of a sequence that a context-parallel rank holds."""
+    return rank, 2 * ranks - 1 - rank
 
 
 def sequence_positions(length: int, place: Place) -> Tensor:

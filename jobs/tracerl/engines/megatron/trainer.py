@@ -1,9 +1,8 @@
 """`TrainerEngine` on Megatron-Core: its model, its parallel ranks, optimizer and checkpoints.
 
-It runs on a CPU, in one process or several over gloo: data parallel, and expert parallel within that. Device
-"cuda" is written and never ran. Tensor, pipeline and context parallelism are refused: the loop deals
-trajectories to data-parallel ranks alone, and Megatron demands of tensor and context parallelism what only
-Transformer Engine has. Which records their ranks would need is in `slicing`.
+It runs on a CPU, in one process or several over gloo: data, tensor, context and expert parallel. Device
+"cuda" is written and never ran. Pipeline parallelism is refused: the loop's loss is of a whole micro-batch,
+and a schedule would want it piece by piece. Which records a rank needs is in `slicing`.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +24,40 @@ from megatron.core.distributed import (
 )
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.tensor_parallel import (
+    reduce_from_tensor_model_parallel_region,
+    vocab_parallel_cross_entropy,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.nn import functional
 
 from tracerl.api.errors import InputError, first_line
-from tracerl.api.job import DType, Optimizer, Spec, TensorScaleRule
+from tracerl.api.job import DType, Optimizer, PrefillAttends, Spec, TensorScaleRule
 from tracerl.api.model import ModelShape
-from tracerl.engines.base import Batch, EngineStats, Loss
+from tracerl.engines.base import Batch, Cut, EngineStats, Loss
 from tracerl.engines.expert_weights import DOWN, GATE_UP, fake_quantise_expert_weights, weights_site
 from tracerl.engines.guided import MicroBatch, Treatments, pass_mask
 from tracerl.engines.hf import check_weights, hf_shapes, initial_weights
 from tracerl.engines.megatron import checkpoint
-from tracerl.engines.megatron.host import check_version, host, host_optimizer, join_groups, quiet
+from tracerl.engines.megatron.host import (
+    check_version,
+    host,
+    host_optimizer,
+    join_groups,
+    join_unit,
+    quiet,
+)
 from tracerl.engines.megatron.layers import Seat
 from tracerl.engines.megatron.model import build, check_shape, transformer_config
-from tracerl.engines.megatron.slicing import Held, context_positions, sequence_positions
-from tracerl.engines.megatron.weights import Parameter, check_coverage, parameters, to_hf, to_megatron
+from tracerl.engines.megatron.slicing import Held, context_positions, selection_of, sequence_positions
+from tracerl.engines.megatron.weights import (
+    Parameter,
+    check_coverage,
+    cut_axis,
+    parameters,
+    to_hf,
+    to_megatron,
+)
 from tracerl.methods import Treatment, plan
 from tracerl.numerics import NonFiniteError
 from tracerl.records.sites import SiteKind, audit_table, site_table
@@ -50,14 +67,30 @@ _NAME_BYTES = 128
 """Of a site, between ranks."""
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """Sequences one after the other, and what follows some of their rows."""
+
+    tokens: Tensor
+    """int64 [N]."""
+    lengths: list[int]
+    """Rows of each sequence."""
+    predicting: Tensor
+    """int64 [M]: rows that predict."""
+    targets: Tensor
+    """int64 [M]: the tokens behind them."""
+
+
 class MegatronTrainer:
     """`TrainerEngine` on Megatron-Core's GPTModel.
 
     Several processes are data parallel: each sees its own trajectories, and `update` sums gradients over
     them, so a loss must be divided by what all of them hold together. They must have met
-    (`torch.distributed`) before they are constructed. Each holds the whole model, unless it is expert
-    parallel: then each holds some experts, which compute the tokens of all ranks of its expert group, so that
-    these ranks do every pass together and fail together when a value of one of them is not finite.
+    (`torch.distributed`) before they are constructed. Each holds the whole model, unless it is tensor or
+    expert parallel. Tensor and context parallel ranks see the same trajectories, and each gives the same
+    log-probs of all of them. An expert-parallel rank holds some experts, which compute the tokens of all
+    ranks of its expert group. Ranks that need each other do every pass together and fail together when a
+    value of one of them is not finite.
 
     Checkpoints have two forms of the same content. `state` and `load_state` are the loop's: FP32 masters,
     both moments and the number of updates as whole tensors by Hugging Face's names, the same as the reference
@@ -83,14 +116,25 @@ class MegatronTrainer:
         self._device = torch.device(device)
         self._dtype = torch.bfloat16 if spec.model.dtype is DType.BFLOAT16 else torch.float32
         self._plan = plan(spec, shape)
-        self._table, self._audit_table = site_table(shape, spec), audit_table(shape, spec)
-        self._place = join_groups(spec.trainer.parallelism)
-        self.sharded = self._place.expert > 1
+        self._place = join_groups(spec.trainer.parallelism, self._device)
         check_shape(shape, self._place)
+        tables = site_table(shape, spec), audit_table(shape, spec)
+        mine, audited = (selection_of(table, shape.layers, self._place) for table in tables)
+        self.selections = (mine, audited)
+        self._table, self._audit_table = (
+            table if selection is None else selection.table
+            for table, selection in zip(tables, self.selections, strict=True)
+        )
         initial = dict(initial_weights(shape, spec.warmup.seed)) if weights is None else weights
         check_weights(hf_shapes(shape), initial, "the initial weights")
 
-        self._seat = Seat(parallel_state.get_expert_model_parallel_group() if self.sharded else None)
+        unit = join_unit(spec.trainer.parallelism)
+        self.sharded = unit is not None
+        self._seat = Seat(
+            unit,
+            experts=parallel_state.get_expert_model_parallel_group() if self._place.expert > 1 else None,
+            context=parallel_state.get_context_parallel_group() if self._place.context > 1 else None,
+        )
         self._stats = EngineStats()
         self._updates = 0
         self._plain: GPTModel | None = None
@@ -101,7 +145,7 @@ class MegatronTrainer:
         try:
             with host_optimizer(self._device), quiet():
                 config = self._config(self._dtype)
-                self._model = build(shape, config, self._seat, self._device)
+                self._model = build(shape, self._place, config, self._seat, self._device)
                 self._ddp = DistributedDataParallel(
                     config,
                     DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False),
@@ -171,31 +215,33 @@ class MegatronTrainer:
         self._stats.unpack_seconds += time.perf_counter() - started
         how = (self._plan, self.spec.quantization, micro, self._stats)
         treatments = Treatments(*how, guided=guided, version=version)
-        logits_MV = self._logits(self._model, micro.tokens_N, micro.lengths, micro.predicting_M, treatments)
-        logp_M = -functional.cross_entropy(logits_MV.float() / temperature, micro.targets_M, reduction="none")
+        rows = _Rows(micro.tokens_N, micro.lengths, micro.predicting_M, micro.targets_M)
+        logp_M = self._predict(self._model, rows, treatments, temperature)
         (failed,) = self._largest(not bool(logp_M.isfinite().all()))
         if failed:
             checking = Treatments(*how, guided=guided, version=version, check=True)
             with torch.no_grad():
-                self._logits(self._model, micro.tokens_N, micro.lengths, micro.predicting_M, checking)
+                self._predict(self._model, rows, checking, temperature)
             raise NonFiniteError("the logits")
         batch_size, width = micro.size
         logp = logp_M.new_zeros(batch_size * width).index_put((micro.places_M,), logp_M)
-        return logp.view(batch_size, width), treatments
+        # Losses are computed where the loop is.
+        return logp.view(batch_size, width).cpu(), treatments
 
-    def _logits(
+    def _predict(
         self,
         model: GPTModel,
-        tokens_N: Tensor,
-        lengths: list[int],
-        predicting_M: Tensor,
+        rows: _Rows,
         treatments: Treatments | None,
+        temperature: float = 1.0,
     ) -> Tensor:
-        """Logits [M, vocab] of some rows of sequences that lie one after the other; they are padded here.
+        """Log-probs float32 [M] of the tokens behind rows of sequences, which are padded here.
 
-        The seat keeps the treatments, for a backward pass that computes layers again.
+        The seat keeps the treatments, for a backward pass that computes layers again. Tensor and context
+        parallel ranks give the same.
         """
-        multiple = self._place.multiple
+        lengths, predicting_M = rows.lengths, rows.predicting
+        place, multiple = self._place, self._place.multiple
         seat = self._seat
         seat.treatments = treatments
         fc2_treated = treatments is not None and treatments.touches(
@@ -211,8 +257,10 @@ class MegatronTrainer:
         seat.fc2_treated, seat.fc2_audited = bool(treated), bool(audited)
         lengths = [*lengths, *[0] * (batch - len(lengths))]
         every = Held.of(lengths, torch.arange(longest)).to(self._device)
-        seat.sequence = Held.of(lengths, sequence_positions(longest, self._place)).to(self._device)
-        seat.attended = Held.of(lengths, context_positions(longest, self._place)).to(self._device)
+        position_P = context_positions(longest, place)
+        attended = Held.of(lengths, position_P).to(self._device)
+        seat.sequence = Held.of(lengths, sequence_positions(longest, place)).to(self._device)
+        seat.attended = attended
         starts_N = None if treatments is None else treatments.exact_from()
         seat.pass_mask = None
         if starts_N is not None:
@@ -220,19 +268,34 @@ class MegatronTrainer:
             after_P1 = torch.arange(1, longest + 1, device=self._device).repeat_interleave(batch).unsqueeze(1)
             starts_P1 = every.put(after_P1, starts_N.unsqueeze(1))
             seat.pass_mask = pass_mask(starts_P1.view(longest, batch).t()).unsqueeze(1)
-        tokens_P1 = every.put(tokens_N.new_zeros(every.size, 1), tokens_N.unsqueeze(1))
-        tokens_BS = tokens_P1.view(longest, batch).t().contiguous()
-        positions_BS = torch.arange(longest, device=self._device).expand(batch, -1)
-        future_SS = torch.ones(longest, longest, dtype=torch.bool, device=self._device).triu(1)
+        tokens_P1 = every.put(rows.tokens.new_zeros(every.size, 1), rows.tokens.unsqueeze(1))
+        position_P = position_P.to(self._device)
+        tokens_BP = tokens_P1.view(longest, batch).t().index_select(1, position_P)
+        # Keys are in the order of the context-parallel ranks.
+        key_S = torch.cat(
+            [context_positions(longest, replace(place, context_rank=rank)) for rank in range(place.context)]
+        ).to(self._device)
+        future_PS = key_S > position_P.unsqueeze(1)
         with self._agreed():
-            logits_BSV: Tensor = model(tokens_BS, positions_BS, future_SS[None, None])
-        place_M = every.slots.index_select(0, predicting_M)
-        at = (place_M % batch) * longest + place_M // batch
-        return logits_BSV.reshape(batch * longest, -1).index_select(0, at)
+            logits_BPV: Tensor = model(tokens_BP, position_P.expand(batch, -1), future_PS[None, None])
+        # Of the rows that predict, those whose logits are here.
+        place_N = torch.full((len(rows.tokens),), -1, dtype=torch.int64, device=self._device)
+        place_N[slice(None) if attended.rows is None else attended.rows] = attended.slots
+        place_M = place_N.index_select(0, predicting_M)
+        here_K = (place_M >= 0).nonzero().squeeze(1)
+        place_K = place_M.index_select(0, here_K)
+        at_K = (place_K % batch) * len(position_P) + place_K // batch
+        logits_KV = logits_BPV.flatten(0, 1).index_select(0, at_K).float() / temperature
+        logp_K: Tensor = -vocab_parallel_cross_entropy(logits_KV, rows.targets.index_select(0, here_K))
+        if seat.context is None:
+            return logp_K
+        logp_M = logp_K.new_zeros(len(predicting_M)).index_put((here_K,), logp_K)
+        found: Tensor = reduce_from_tensor_model_parallel_region(logp_M, group=seat.context)
+        return found
 
     def _largest(self, *values: int) -> list[int]:
         """The largest of each value over the ranks that compute together."""
-        group = self._seat.group
+        group = self._seat.unit
         if group is None:
             return list(values)
         found = torch.tensor(values, dtype=torch.int64, device=self._device)
@@ -243,7 +306,7 @@ class MegatronTrainer:
     @contextmanager
     def _agreed(self) -> Iterator[None]:
         """Fail behind the block on all ranks that compute together, when a value of any was not finite."""
-        group, seat = self._seat.group, self._seat
+        group, seat = self._seat.unit, self._seat
         if group is None:
             yield
             return
@@ -269,8 +332,8 @@ class MegatronTrainer:
             taken = tokens[:, :-1].reshape(-1).to(self._device)
             chosen = loss_mask[:, 1:].reshape(-1).nonzero().squeeze(1).to(self._device)
             targets_M = tokens[:, 1:].reshape(-1).to(self._device).index_select(0, chosen)
-            logits_MV = self._logits(model, taken, [length - 1] * batch, chosen, None)
-            loss = functional.cross_entropy(logits_MV.float(), targets_M, reduction="sum")
+            rows = _Rows(taken, [length - 1] * batch, chosen, targets_M)
+            loss = -self._predict(model, rows, None).sum()
             totals = torch.tensor([float(loss.detach()), float(len(chosen))], dtype=torch.float64)
             dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
             (loss / float(totals[1])).backward()  # type: ignore[no-untyped-call]
@@ -289,7 +352,9 @@ class MegatronTrainer:
             return self._model
         if self._plain is None:
             with host(self._device), quiet():
-                self._plain = build(self.shape, self._config(torch.float32), self._seat, self._device)
+                self._plain = build(
+                    self.shape, self._place, self._config(torch.float32), self._seat, self._device
+                )
             self._plain.train()
             for name, plain in self._plain.named_parameters():
                 plain.data = self._master(self._named[name]).data
@@ -326,17 +391,24 @@ class MegatronTrainer:
             optimizer.state.clear()
 
     def _gives(self, parameter: Parameter) -> bool:
-        """Whether this rank is the first one that holds a parameter, or holds all of them."""
+        """Whether this rank is the first one that holds a parameter or its shard, or holds all of them."""
         if not self.sharded:
             return True
-        first = parallel_state.get_expert_data_parallel_rank() if parameter.expert else dist.get_rank()
-        return bool(first == 0)
+        if parameter.expert:
+            return bool(parallel_state.get_expert_data_parallel_rank() == 0)
+        first = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+        return bool(first and (parameter.axis is not None or self._place.tensor_rank == 0))
+
+    def cut(self, name: str) -> Cut | None:
+        """How tensor-parallel ranks hold a tensor apart (`TrainerEngine.cut`)."""
+        axis, parts = cut_axis(name), self._place.tensor
+        return None if axis is None or parts == 1 else Cut(axis, parts)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Weights by Hugging Face's names, in compute dtype: what the rollout gets and the trainer uses."""
         for parameter in self._given:
             value = self._master_value(parameter).to(self._dtype)
-            for name, tensor in to_hf(parameter, [value], self.shape):
+            for name, tensor in to_hf(parameter, value, self.shape):
                 yield name, tensor.contiguous()
 
     def _refresh(self) -> None:
@@ -395,7 +467,7 @@ class MegatronTrainer:
                 for moment, found in self._moments(parameter).items()
             }
             for prefix, tensor in parts.items():
-                for name, part in to_hf(parameter, [tensor], self.shape):
+                for name, part in to_hf(parameter, tensor, self.shape):
                     state[f"{prefix}/{name}"] = part.clone(memory_format=torch.contiguous_format)
         return state
 
@@ -466,13 +538,16 @@ def _check_spec(spec: Spec) -> None:
             f"{spec.quantization.tensor_scale}; use Fixed"
         )
     parallelism = spec.trainer.parallelism
-    for axis in ("tensor", "pipeline", "context"):
-        size = getattr(parallelism, axis)
-        if size > 1:
-            raise InputError(
-                f"spec.trainer.parallelism.{axis} is {size}, but the loop deals trajectories to "
-                "data-parallel ranks alone; use data and expert"
-            )
+    if parallelism.pipeline > 1:
+        raise InputError(
+            f"spec.trainer.parallelism.pipeline is {parallelism.pipeline}, but the loop's loss is of a whole "
+            "micro-batch, which a pipeline would want piece by piece; use tensor, context, expert and data"
+        )
+    if parallelism.context > 1 and spec.quantization.prefill_attends is PrefillAttends.EXACT:
+        raise InputError(
+            "spec.quantization.prefillAttends is Exact, which the Megatron trainer does not compute with "
+            "spec.trainer.parallelism.context above 1; use Quantized"
+        )
 
 
 def _optimizer_config(settings: Optimizer, dtype: torch.dtype) -> OptimizerConfig:

@@ -94,16 +94,33 @@ def to_megatron(
     return whole.chunk(place.tensor, dim=parameter.axis)[place.tensor_rank]
 
 
-def to_hf(parameter: Parameter, shards: list[Tensor], shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
-    """Give Hugging Face's tensors of a parameter, from its shards in the order of the tensor ranks."""
-    whole = shards[0] if parameter.axis is None or len(shards) == 1 else torch.cat(shards, dim=parameter.axis)
+def to_hf(parameter: Parameter, value: Tensor, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
+    """Give Hugging Face's tensors of a parameter, or of a rank's shard their parts (`cut_axis`)."""
     if parameter.layout == QKV:
-        width, dim = whole.shape[-1], shape.head_dim
+        width, dim = value.shape[-1], shape.head_dim
         queries = shape.heads // shape.kv_heads * dim
-        by_group = whole.view(shape.kv_heads, -1, width)
+        by_group = value.view(-1, queries + 2 * dim, width)
         parts = [part.reshape(-1, width) for part in torch.split(by_group, [queries, dim, dim], dim=1)]
     elif parameter.gate_up:
-        parts = list(whole.chunk(2))
+        parts = list(value.chunk(2))
     else:
-        parts = [whole]
+        parts = [value]
     yield from zip(parameter.hf, parts, strict=True)
+
+
+_CUT_AXES = {
+    "embed_tokens": 0,
+    "q_proj": 0,
+    "k_proj": 0,
+    "v_proj": 0,
+    "o_proj": 1,
+    "lm_head": 0,
+}
+
+
+def cut_axis(name: str) -> int | None:
+    """Axis along which the parts of tensor-parallel ranks, in their order, make Hugging Face's tensor.
+
+    None when each rank holds the whole.
+    """
+    return _CUT_AXES.get(name.removesuffix(".weight").rpartition(".")[2].rpartition("/")[2])

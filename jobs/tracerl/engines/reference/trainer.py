@@ -107,6 +107,7 @@ class ReferenceTrainer:
                 f"{spec.quantization.tensor_scale}; use Fixed"
             )
         self.shape, self.spec, self.sharded = shape, spec, False
+        self.selections = (None, None)
         self._device = torch.device(device)
         self._plan = plan(spec, shape)
         self._table, self._audit_table = site_table(shape, spec), audit_table(shape, spec)
@@ -284,6 +285,9 @@ class ReferenceTrainer:
             "exp_avg": optimizer.exp_avg,
             "exp_avg_sq": optimizer.exp_avg_sq,
         }
+
+    def cut(self, name: str) -> None:
+        """Every rank holds all weights whole (`TrainerEngine.cut`)."""
 
     def stats(self) -> EngineStats:
         """Sums since the last call."""
