@@ -73,11 +73,6 @@ def _fault(error: dict[str, Any]) -> Fault:
 
 
 def _cluster_faults(spec: Spec) -> Iterator[Fault]:
-    sizes, nodes = spec.trainer.parallelism, spec.trainer.nodes
-    ranks = sizes.tensor * sizes.pipeline * sizes.context * sizes.data
-    if spec.trainer.gpus_per_node == 0 and ranks != nodes:
-        problem = f"makes {ranks} trainer processes, but on a cluster each of {nodes} pods runs one"
-        yield Fault("spec.trainer.parallelism", problem, f"write data: {nodes}, or trainer.nodes: {ranks}")
     apart = spec.placement.colocation is not Colocation.POD or spec.rollout.nodes > 1
     in_pod = run_is_mounted(spec) and output_claim(spec) is None
     if apart and in_pod and records_under_run(spec):

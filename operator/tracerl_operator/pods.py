@@ -265,6 +265,8 @@ def _trainer(spec: Spec, installation: Installation, domain: bool) -> Document:
     role = spec.trainer
     image = role.image or installation.trainer_image
     container = _container(names.TRAINER, image, role.threads, names.TRAINER_PORT)
+    if role.parallelism.ranks > role.nodes:
+        container["command"][-1] = "tracerl.runtime.trainer_pod_main"
     container["ports"] += [
         {"name": "rendezvous", "containerPort": names.RENDEZVOUS_PORT},
         {"name": "meeting", "containerPort": names.MEETING_PORT},

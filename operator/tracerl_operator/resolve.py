@@ -83,14 +83,17 @@ def _endpoints(spec: Spec, jobset: str) -> Endpoints:
     rollouts, trainers = spec.rollout.nodes, spec.trainer.nodes
     apart = rollouts if spec.placement.colocation is Colocation.NONE else 0
 
-    def endpoints(role: str, job: str, nodes: int, port: int, first: int = 0) -> list[Endpoint]:
+    def endpoints(
+        role: str, job: str, nodes: int, port: int, *, first: int = 0, processes: int = 1
+    ) -> list[Endpoint]:
         return [
             Endpoint(
-                name=f"{role}-{index}",
-                url=f"http://{names.pod_host(jobset, job, index)}:{port}",
+                name=f"{role}-{index * processes + process}",
+                url=f"http://{names.pod_host(jobset, job, index)}:{port}" if process == 0 else None,
                 node=f"node-{first + index}",
             )
             for index in range(nodes)
+            for process in range(processes)
         ]
 
     stores = 0 if spec.transport.only_object else rollouts
@@ -98,7 +101,14 @@ def _endpoints(spec: Spec, jobset: str) -> Endpoints:
     return Endpoints(
         rollout=endpoints(names.ROLLOUT, rollout_job, rollouts, names.ROLLOUT_PORT),
         store=endpoints(names.STORE, rollout_job, stores, names.STORE_PORT),
-        trainer=endpoints(names.TRAINER, trainer_job, trainers, names.TRAINER_PORT, apart),
+        trainer=endpoints(
+            names.TRAINER,
+            trainer_job,
+            trainers,
+            names.TRAINER_PORT,
+            first=apart,
+            processes=spec.trainer.parallelism.ranks // trainers,
+        ),
         rendezvous=f"{leader}:{names.RENDEZVOUS_PORT}",
         meeting=f"{leader}:{names.MEETING_PORT}",
     )

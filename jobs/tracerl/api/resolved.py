@@ -27,7 +27,10 @@ class Endpoint(Model):
 
     name: Annotated[str, Field(pattern=r"^(rollout|store|trainer)-[0-9]+$")]
     url: str | None = None
-    """Address that clients use and whose port the server binds; None: see `Endpoints.directory`."""
+    """Address that clients use and whose port the server binds; None: see `Endpoints.directory`.
+
+    On a cluster the first trainer process of a pod has one, for all of them.
+    """
     node: str | None = None
     """Node that the process runs on: processes of one node share memory."""
 

@@ -444,7 +444,9 @@ def test_the_processes_read_what_was_resolved(shape: str, tmp_path: Any) -> None
             assert container["args"][0] == "/etc/tracerl/job.yaml"
             assert mounts(container)["/etc/tracerl/job.yaml"]["subPath"] == "job.yaml"
             assert str(resolved.token_file.parent) in mounts(container)
-            assert container["command"][-1] == f"tracerl.runtime.{name}_main"
+            several = name == "trainer" and SHAPES[shape].get("trainer", {}).get("gpusPerNode") == 2
+            module = "trainer_pod_main" if several else f"{name}_main"
+            assert container["command"][-1] == f"tracerl.runtime.{module}"
             if name == "trainer" and shape != "directory":
                 assert any(resolved.run_dir.is_relative_to(place) for place in mounts(container))
     # Every endpoint is a pod of the JobSet: <jobset>-<job>-<job index>-<pod index>.<subdomain>.
@@ -456,14 +458,21 @@ def test_the_processes_read_what_was_resolved(shape: str, tmp_path: Any) -> None
         for index in range(each["template"]["spec"]["completions"])
     }
     endpoints = resolved.endpoints
-    for endpoint in (*endpoints.rollout, *endpoints.store, *endpoints.trainer):
+    # Of several trainers in a pod the first one answers for all.
+    pods = [endpoint for endpoint in endpoints.trainer if endpoint.url is not None]
+    ranks = resolved.job.spec.trainer.parallelism.ranks
+    assert [endpoint.name for endpoint in endpoints.trainer] == [f"trainer-{rank}" for rank in range(ranks)]
+    each = ranks // len(pods)
+    assert pods == endpoints.trainer[::each]
+    for endpoint in (*endpoints.rollout, *endpoints.store, *pods):
         match = re.fullmatch(r"http://([^:]+):(\d+)", endpoint.url or "")
         assert match is not None
         role, _, index = endpoint.name.partition("-")
         template = found[hosts[match[1]]]
         container = containers(template)[role]
         assert int(match[2]) in [port["containerPort"] for port in container["ports"]]
-        assert match[1].split(".")[0].endswith(f"-{index}")
+        pod = int(index) // each if role == "trainer" else int(index)
+        assert match[1].split(".")[0].endswith(f"-{pod}")
     assert [e.name for e in endpoints.store] == [
         e.name.replace("rollout", "store") for e in endpoints.rollout if resolved.ring_dir
     ]

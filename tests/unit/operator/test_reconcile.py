@@ -190,7 +190,7 @@ CASES: list[tuple[Callable[[Cluster], None], dict[str, Any], str, str, str]] = [
     (be_refused, {}, "", "Configuration", "Configuration"),
     (be_there_before, {}, "", "Configuration", "Configuration"),
     (start, {"trainer": {"engine": "Verl"}}, "Failed", "InvalidSpec", "Failed"),
-    (start, {"trainer": {"parallelism": {"data": 2}}}, "Failed", "InvalidSpec", "Failed"),
+    (start, {"trainer": {"parallelism": {"pipeline": 2}}}, "Failed", "InvalidSpec", "Failed"),
     (start, {"output": {"uri": "pvc://runs/../other"}}, "Failed", "InvalidSpec", "Failed"),
     (start, {"model": {"uri": 3}}, "Failed", "InvalidSpec", "Failed"),
     (start, {"trainer": {"template": {"spec": {"containers": 3}}}}, "Failed", "InvalidSpec", "Failed"),
@@ -228,7 +228,11 @@ def test_what_is_true(
         (refuse_rollout, {}, "rollout of canary-node-0-0-abcde: spec.model.uri is no model"),
         (kill_rollout_often, {}, "the rollout was restarted 4 times, and failurePolicy.maxRestarts is 3"),
         (start, {"trainer": {"engine": "Verl"}}, "spec.trainer.engine: is Verl"),
-        (start, {"trainer": {"parallelism": {"data": 2}}}, "write data: 1"),
+        (
+            start,
+            {"trainer": {"parallelism": {"pipeline": 2}}},
+            "a pipeline would want piece by piece); write 1",
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)[:30]),
 )
