@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import psutil
 import pytest
-
 from conftest import Rollout, generate, reader_of, sampling, weights_of
+
 from tracerl.api.model import ModelShape
 from tracerl.engines.client import Broadcaster, RolloutError
 from tracerl.engines.hf import write_model
