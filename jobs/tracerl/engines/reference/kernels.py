@@ -1,8 +1,9 @@
-"""Pieces of the transformer with hand-written gradients, in plain torch, made for one CPU thread.
+"""Pieces of the transformer with hand-written gradients, in plain torch, made for one CPU thread or a GPU.
 
 What autograd would record as dozens of small operations is a few passes over contiguous memory here.
 Broadcasts over short rows and reductions of short rows are what costs on a CPU, so they are done as small
-matrix products or avoided; rows are gathered in both directions and never scattered.
+matrix products or avoided; rows are gathered in both directions and never scattered. On a GPU, waiting for it
+is what costs, so no size depends there on what it has computed, but for FP32 experts of many rows.
 
 Axes: N rows, H hidden, D head dimension, h query heads, g key heads, r = h / g, E experts, K experts a token,
 F expert hidden, B sequences, S their padded length, C rows an expert is padded to.
@@ -20,6 +21,8 @@ from torch.nn import functional
 
 EXPERT_MULTIPLE = 64
 """Experts' rows are padded to a multiple of this: oneDNN compiles a BF16 kernel for every new shape."""
+_FEW_SLOTS = 1 << 18
+"""Up to so many padded rows of all experts a GPU computes room for any choice instead of telling how many."""
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -63,7 +66,14 @@ class Places:
         """Invert `place`."""
         row = place.new_full((places,), -1)
         row[place] = torch.arange(len(place), device=place.device)
-        padding = (row < 0).nonzero().squeeze(1)
+        empty = row < 0
+        if place.is_cuda:  # where to ask how many there are would wait
+            count = places - len(place)
+            nth = torch.where(empty, empty.cumsum(0) - 1, count)
+            every = torch.arange(places, device=place.device)
+            padding = place.new_empty(count + 1).scatter_(0, nth, every)[:count]
+        else:
+            padding = empty.nonzero().squeeze(1)
         return cls(row.clamp_(min=0), place, padding)
 
 
@@ -84,7 +94,11 @@ class Rotation:
         eye = torch.eye(half, device=table.device)
         zero = torch.zeros_like(eye)
         swap = torch.cat([torch.cat([zero, eye], 1), torch.cat([-eye, zero], 1)])
-        cos, sin = (part.repeat(1, 2 * heads).index_select(0, positions) for part in table.chunk(2, dim=1))
+        parts = table.chunk(2, dim=1)
+        if len(positions) < len(table):  # the fewer rows are spread
+            cos, sin = (part.index_select(0, positions).repeat(1, 2 * heads) for part in parts)
+        else:
+            cos, sin = (part.repeat(1, 2 * heads).index_select(0, positions) for part in parts)
         return cls(cos, sin, swap)
 
 
@@ -219,17 +233,33 @@ class Dispatch:
     def of(cls, ids_NK: Tensor, experts: int) -> Dispatch:
         """Sort pairs by expert."""
         id_M, order_M = ids_NK.reshape(-1).sort(stable=True)
-        count_E = torch.bincount(id_M, minlength=experts)
-        rows = -(-int(count_E.max()) // EXPERT_MULTIPLE) * EXPERT_MULTIPLE
-        shift_E = torch.arange(experts, device=id_M.device) * rows - (count_E.cumsum(0) - count_E)
+        end_E = _ends(id_M, experts)
+        start_E = functional.pad(end_E[:-1], (1, 0))
+        most = len(ids_NK)  # a token goes to an expert once
+        if not (ids_NK.is_cuda and most * experts <= _FEW_SLOTS):
+            most = int((end_E - start_E).max())
+        rows = -(-most // EXPERT_MULTIPLE) * EXPERT_MULTIPLE
+        shift_E = torch.arange(experts, device=id_M.device) * rows - start_E
         place_M = torch.arange(len(id_M), device=id_M.device) + shift_E[id_M]
         pair_EC = order_M.new_zeros(experts * rows)
         pair_EC[place_M] = order_M
         real_EC = torch.zeros(experts * rows, dtype=torch.bool, device=id_M.device)
-        real_EC[place_M] = True
+        real_EC.index_fill_(0, place_M, True)
         slot_M = torch.empty_like(order_M)
         slot_M[order_M] = place_M
         return cls(rows, pair_EC, real_EC, slot_M.view_as(ids_NK))
+
+
+def _ends(id_M: Tensor, experts: int) -> Tensor:
+    """Where the pairs of each expert end, int64 [E], in sorted ids int64 [M]."""
+    return torch.searchsorted(id_M, torch.arange(experts, device=id_M.device), right=True)
+
+
+def _grouped(a: Tensor, b: Tensor, end_E: Tensor) -> Tensor:
+    """Product of each group of rows of a [M, I] with its matrix of b [E, I, J], or of columns with rows."""
+    # torch.nn.functional has it since 2.10.
+    out: Tensor = torch._grouped_mm(a, b, offs=end_E)
+    return out
 
 
 def _combine(y_MH: Tensor, slot_NK: Tensor, weight_NK: Tensor | None = None) -> Tensor:
@@ -322,6 +352,78 @@ class _Experts(torch.autograd.Function):
         return grad_x_NH, grad_gates_NK, None, grad_gate_up_EGH, grad_down_EHF, None
 
 
+class _GroupedExperts(torch.autograd.Function):
+    """`_Experts` as one product over the rows of all experts, sorted: nothing is padded or waited for."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917 (autograd passes by position)
+        ctx: Any,
+        x_NH: Tensor,
+        gates_NK: Tensor,
+        ids_NK: Tensor,
+        gate_up_EGH: Tensor,
+        down_EHF: Tensor,
+        fc2_input: Callable[[Tensor], Tensor] | None,
+    ) -> Tensor:
+        """See `_Experts.forward`."""
+        (tokens, top_k), width = ids_NK.shape, down_EHF.shape[2]
+        id_M, order_M = ids_NK.reshape(-1).sort(stable=True)
+        end_E = _ends(id_M, len(down_EHF)).int()
+        slot_M = torch.empty_like(order_M)
+        slot_M[order_M] = torch.arange(len(order_M), device=order_M.device)
+        token_M = order_M.div(top_k, rounding_mode="floor")
+
+        x_MH = x_NH.index_select(0, token_M)
+        gate_MF, up_MF = _grouped(x_MH, gate_up_EGH.transpose(1, 2), end_E).chunk(2, dim=1)
+        inner_MF = functional.silu(gate_MF).mul_(up_MF)
+        if fc2_input is not None:
+            inner_NF = fc2_input(inner_MF.index_select(0, slot_M).view(tokens, top_k * width))
+            inner_MF = inner_NF.view(-1, width).index_select(0, order_M)
+        y_MH = _grouped(inner_MF, down_EHF.transpose(1, 2), end_E)
+        gates_typed_NK, slot_NK = gates_NK.to(x_NH.dtype), slot_M.view_as(ids_NK)
+        ctx.save_for_backward(
+            x_MH, gate_MF, up_MF, inner_MF, gates_typed_NK, gate_up_EGH, down_EHF, end_E, order_M, slot_NK
+        )
+        return _combine(y_MH, slot_NK, gates_typed_NK)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """See `_Experts.backward`."""
+        x_MH, gate_MF, up_MF, inner_MF, gates_NK, gate_up_EGH, down_EHF, end_E, order_M, slot_NK = (
+            ctx.saved_tensors
+        )
+        gate_M1 = gates_NK.reshape(-1).index_select(0, order_M).unsqueeze(1)
+        token_M = order_M.div(slot_NK.shape[1], rounding_mode="floor")
+        grad_y_MH = grads[0].index_select(0, token_M)
+        grad_inner_MF = _grouped(grad_y_MH, down_EHF, end_E)
+        grad_gates_NK = (grad_inner_MF * inner_MF).sum(-1, dtype=torch.float32)[slot_NK]
+        grad_inner_MF.mul_(gate_M1)
+        grad_down_EHF = _grouped(grad_y_MH.mul_(gate_M1).t(), inner_MF, end_E)
+        grad_up_MF = functional.silu(gate_MF).mul_(grad_inner_MF)
+        grad_gate_MF = torch.ops.aten.silu_backward(grad_inner_MF.mul_(up_MF), gate_MF)
+        grad_MG = torch.cat([grad_gate_MF, grad_up_MF], dim=1)
+        grad_gate_up_EGH = _grouped(grad_MG.t(), x_MH, end_E)
+        grad_x_NH = _combine(_grouped(grad_MG, gate_up_EGH, end_E), slot_NK)
+        return grad_x_NH, grad_gates_NK, None, grad_gate_up_EGH, grad_down_EHF, None
+
+
+class _Logits(torch.autograd.Function):
+    """FP32 sums of BF16 products, whose gradient is rounded to BF16, as training kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, x_MH: Tensor, head_VH: Tensor) -> Tensor:
+        """Give float32 [M, V]."""
+        ctx.save_for_backward(x_MH, head_VH)
+        return torch.mm(x_MH, head_VH.t(), out_dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of x and head."""
+        x_MH, head_VH = ctx.saved_tensors
+        grad_MV = grads[0].to(x_MH.dtype)
+        return torch.mm(grad_MV, head_VH), torch.mm(grad_MV.t(), x_MH)
+
+
 def rms_norm(x_NH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     """``weight * x / rms(x)`` over the last axis, computed in FP32 and rounded once to x's dtype."""
     out: Tensor = _RMSNorm.apply(x_NH, weight_H, eps)
@@ -334,6 +436,15 @@ def norm_rotate(
     """Split qkv [N, (h + 2g) * D] by sizes (h, g), norm q and k by head and rotate them."""
     out: tuple[Tensor, Tensor, Tensor] = _NormRotate.apply(qkv, *norms, rotation, sizes, eps)
     return out
+
+
+def logits(x_MH: Tensor, head_VH: Tensor) -> Tensor:
+    """Products float32 [M, V] of rows with a head's, summed in FP32."""
+    # A GPU multiplies FP32 without its tensor cores; of BF16 values the products are the same.
+    if x_MH.is_cuda and x_MH.dtype is torch.bfloat16:
+        out: Tensor = _Logits.apply(x_MH, head_VH)
+        return out
+    return functional.linear(x_MH.float(), head_VH.float())
 
 
 def pad(x_MD: Tensor, places: Places) -> Tensor:
@@ -364,5 +475,7 @@ def experts(
     fc2_input: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
     """Gated sum [N, H] of the SwiGLU experts `ids_NK`; `fc2_input` maps [N, K * F] straight through."""
-    out: Tensor = _Experts.apply(x_NH, gates_NK, ids_NK, gate_up_EGH, down_EHF, fc2_input)
+    # A CPU has no product of groups, and a GPU has none of FP32.
+    function = _GroupedExperts if x_NH.is_cuda and x_NH.dtype is torch.bfloat16 else _Experts
+    out: Tensor = function.apply(x_NH, gates_NK, ids_NK, gate_up_EGH, down_EHF, fc2_input)
     return out

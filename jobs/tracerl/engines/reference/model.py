@@ -21,11 +21,13 @@ from torch.nn import functional
 
 from tracerl.api.errors import InputError
 from tracerl.api.model import ModelShape
+from tracerl.engines.device import to_device
 from tracerl.engines.reference.kernels import (
     Places,
     Rotation,
     causal_attention,
     experts,
+    logits,
     norm_rotate,
     pad,
     rms_norm,
@@ -142,38 +144,42 @@ class WholeSequences:
 
     def __init__(self, shape: ModelShape, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
         heads, groups = shape.heads, shape.kv_heads
-        length_B = torch.tensor(lengths, dtype=torch.int64)
+        device, rows = torch.device(device), sum(lengths)
+        length_B = to_device(torch.tensor(lengths, dtype=torch.int64), device)
         start_B = length_B.cumsum(0) - length_B
         batch, padded = len(lengths), -(-max(lengths) // SEQUENCE_MULTIPLE) * SEQUENCE_MULTIPLE
-        sequence_N = torch.repeat_interleave(torch.arange(batch), length_B)
-        position_N = torch.arange(int(length_B.sum())) - start_B[sequence_N]
-        self.positions: Tensor = position_N.to(device)
+        sequence_N = torch.arange(batch, device=device).repeat_interleave(length_B, output_size=rows)
+        position_N = torch.arange(rows, device=device) - start_B[sequence_N]
+        self.positions: Tensor = position_N
 
         def places(count: int) -> Places:
             """Place the rows of [N * count, D] in the order [B, count, S]."""
-            head = torch.arange(count) * padded
+            head = torch.arange(count, device=device) * padded
             place = ((sequence_N * count * padded + position_N).unsqueeze(1) + head).reshape(-1)
-            return Places.of(place.to(device), batch * count * padded)
+            return Places.of(place, batch * count * padded)
 
         self._queries, self._keys = places(heads), places(groups)
         self._shape, self._batch, self._padded = shape, batch, padded
-        future_SS = torch.full((padded, padded), -torch.inf).tril(-1)
-        self._mask_SQ = future_SS.repeat(1, heads // groups).to(device)
+        self._mask_SQ: Tensor | None = None
+        if padded <= LONGEST_SHORT:
+            future_SS = torch.full((padded, padded), -torch.inf, device=device).tril(-1)
+            self._mask_SQ = future_SS.repeat(1, heads // groups)
 
     def __call__(self, _layer: int, q_NhD: Tensor, k_NgD: Tensor, v_NgD: Tensor, /) -> Tensor:
         """Attend causally inside each sequence (`Attention`)."""
         shape, dim = self._shape, self._shape.head_dim
         q = pad(q_NhD.reshape(-1, dim), self._queries)
         k, v = (pad(x.reshape(-1, dim), self._keys) for x in (k_NgD, v_NgD))
-        if self._padded <= LONGEST_SHORT:
+        if self._mask_SQ is not None:
             size = (self._batch * shape.kv_heads, -1, dim)
             out = causal_attention(q.view(size), k.view(size), v.view(size), self._mask_SQ)
         else:
             # In BF16 the gradient of torch's attention on a CPU takes ten times as long.
+            dtype = q.dtype if q.is_cuda else torch.float32
             out = functional.scaled_dot_product_attention(
-                q.view(self._batch, shape.heads, self._padded, dim).float(),
-                k.view(self._batch, shape.kv_heads, self._padded, dim).float(),
-                v.view(self._batch, shape.kv_heads, self._padded, dim).float(),
+                q.view(self._batch, shape.heads, self._padded, dim).to(dtype),
+                k.view(self._batch, shape.kv_heads, self._padded, dim).to(dtype),
+                v.view(self._batch, shape.kv_heads, self._padded, dim).to(dtype),
                 is_causal=True,
                 enable_gqa=True,
             ).to(q.dtype)
@@ -181,12 +187,15 @@ class WholeSequences:
 
 
 class Prefill(WholeSequences):
-    """Whole sequences from position 0 that also fill the cache: sequence i goes to slots[i] (int64 [B])."""
+    """Whole sequences from position 0 that also fill the cache: sequence i goes to slots[i].
+
+    `slots` int64 [B] is on the host.
+    """
 
     def __init__(self, cache: KVCache, slots: Tensor, lengths: Sequence[int]) -> None:
         super().__init__(cache.shape, lengths, cache.k.device)
         self._cache = cache
-        self._cache_slot_N = slots.repeat_interleave(torch.tensor(lengths, device=slots.device))
+        self._cache_slot_N = to_device(slots.repeat_interleave(torch.tensor(lengths)), cache.k.device)
 
     def __call__(self, layer: int, q_NhD: Tensor, k_NgD: Tensor, v_NgD: Tensor, /) -> Tensor:
         """Store, then attend (`Attention`)."""
@@ -199,15 +208,16 @@ class Decode:
     """One token a sequence: row i continues slots[i], which holds lengths[i] tokens already (both int64 [B]).
 
     The token's position is lengths[i]; the owner of the slot counts one more afterwards. Slots 0..B-1 in this
-    order are attended where they lie; others are copied together first.
+    order are attended where they lie; others are copied together first. A caller who knows that they lie so,
+    and how many tokens of each are to be looked at (`seen`), says so by `span`; else both are read.
     """
 
-    def __init__(self, cache: KVCache, slots: Tensor, lengths: Tensor) -> None:
+    def __init__(self, cache: KVCache, slots: Tensor, lengths: Tensor, *, span: int | None = None) -> None:
         groups = cache.shape.kv_heads
         self._cache, self.positions = cache, lengths
-        self._gather = None if torch.equal(slots, torch.arange(len(slots), device=slots.device)) else slots
-        multiple = SEQUENCE_MULTIPLE
-        self._span = min(-(-(int(lengths.max()) + 1) // multiple) * multiple, cache.capacity)
+        in_place = span is not None or torch.equal(slots, torch.arange(len(slots), device=slots.device))
+        self._gather = None if in_place else slots
+        self._span = seen(cache, int(lengths.max())) if span is None else span
         head = torch.arange(groups, device=slots.device)
         self._place_M = ((slots[:, None] * groups + head) * cache.capacity + lengths[:, None]).flatten()
         unseen_BS = torch.arange(self._span, device=lengths.device) > lengths[:, None]
@@ -235,6 +245,11 @@ class Decode:
         held = cached[:, :, : self._span]
         held = held[: len(new_NgD)] if self._gather is None else held.index_select(0, self._gather)
         return held.flatten(0, 1).float()
+
+
+def seen(cache: KVCache, longest: int) -> int:
+    """How many tokens of every slot are looked at, where the longest holds so many already."""
+    return min(-(-(longest + 1) // SEQUENCE_MULTIPLE) * SEQUENCE_MULTIPLE, cache.capacity)
 
 
 class Layer(nn.Module):
@@ -327,7 +342,7 @@ class MoEModel(nn.Module):
     def logits(self, hidden_MH: Tensor) -> Tensor:
         """Logits float32 [M, vocab] of chosen rows of `forward`'s result."""
         head = self.embedding if self.head is None else self.head
-        return functional.linear(hidden_MH.float(), head.float())
+        return logits(hidden_MH, head)
 
     def _gates(self, logits_NE: Tensor, ids_NK: Tensor) -> Tensor:
         """Weights float32 [N, K] of the chosen experts, whether the choice is live or replayed (R3)."""
