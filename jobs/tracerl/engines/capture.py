@@ -1,7 +1,9 @@
 """Codes on their way through a rollout's model: quantised at the sites of the plan, packed as the table says.
 
 `SiteCapture` is fed by whatever hooks an engine has, once a site and forward pass, and gives the rows of the
-pass; `merge_rows` decides which of two rows counts after a sequence was prefilled again.
+pass; `merge_rows` decides which of two rows counts after a sequence was prefilled again. On a CPU sites are
+packed together after the pass (`_HostPacker`); on a GPU by the kernels that round them, into one buffer that
+is copied to the host while the next pass is computed (`_DevicePacker`).
 """
 
 from __future__ import annotations
@@ -9,6 +11,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,17 +20,20 @@ import torch
 from torch import Tensor
 
 from tracerl.api.job import Quantization, Reprefill, RoundingOrder
+from tracerl.engines.device import stream_on, timing_event
 from tracerl.engines.frames import NO_ZERO_BLOCKS, ZeroBlocks
 from tracerl.methods import MethodPlan, Treatment
 from tracerl.numerics import (
     BlockFormat,
     NonFiniteError,
+    NonFiniteFlags,
     Quantized,
     fake_quantize,
     quantize,
     quantize_dequantize,
+    quantize_dequantize_into_rows,
 )
-from tracerl.records.rows import pack_routes, pack_rows, pack_starts
+from tracerl.records.rows import pack_routes, pack_rows, pack_starts, route_bytes
 from tracerl.records.sites import BLOCK_FORMATS, Site, SiteKind, SiteTable
 
 _NO_ROW_BYTES = torch.empty((0,), dtype=torch.uint8)
@@ -38,6 +45,34 @@ class Captured:
 
     rows: Tensor
     zero_blocks: ZeroBlocks
+
+    def arrived(self) -> Captured:
+        """Give the rows, which are here."""
+        return self
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """Rows of one forward pass on their way to the host: `host` is there when `copied` has happened."""
+
+    host: Tensor
+    """uint8 [N, bytes a row + bytes of zero blocks], pinned."""
+    copied: torch.cuda.Event | None
+    width: int
+    """Bytes a row."""
+    places: npt.NDArray[np.int64]
+    """int64 [bits of zero blocks, 2]: (site index, block) of each bit."""
+
+    def arrived(self) -> Captured:
+        """Wait for the rows, and give them."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        rows, bits = self.host[:, : self.width], self.host.numpy()[:, self.width :]
+        zero = NO_ZERO_BLOCKS
+        if bits.any():
+            row, bit = np.unpackbits(bits, axis=1, bitorder="little").nonzero()
+            zero = np.concatenate([row[:, None], self.places[bit]], axis=1)
+        return Captured(rows, zero)
 
 
 @dataclass(frozen=True)
@@ -63,14 +98,45 @@ def held_sites(table: SiteTable, part: int = 0, parts: int = 1) -> list[HeldSite
     return held
 
 
-class _Packer:
+class _Packer(Protocol):
+    """Makes rows of what `_SiteUse`s of one table hand in during a forward pass."""
+
+    capture_seconds: float
+    """What recording took in addition to rounding, over all passes."""
+    together: bool
+    """Whether two sites are better handed in together."""
+
+    def begin(self) -> None:
+        """Forget what a pass before has left."""
+        ...
+
+    def quantise(self, sites: Sequence[int], x: Tensor, name: str) -> Tensor:
+        """Round values, of several sites one below the other, and keep their codes."""
+        ...
+
+    def keep(self, site: int, values: Tensor) -> None:
+        """Keep values [rows, dim] of a site as they are: to be quantised, expert ids, or positions."""
+        ...
+
+    def pack(self, rows: int) -> Captured | Arriving:
+        """Rows of the pass, of which there are so many."""
+        ...
+
+
+class _HostPacker:
     """Collects the values of a table's sites during one forward pass and packs alike sites together.
 
     One call for all layers instead of one a layer: with the few rows of a decode step, calls take the time.
     """
 
-    def __init__(self, held: Sequence[HeldSite], fmt: BlockFormat, order: RoundingOrder) -> None:
-        self._format, self._order = fmt, order
+    together = True
+
+    def __init__(
+        self, held: Sequence[HeldSite], fmt: BlockFormat, order: RoundingOrder, share: float = 0.0
+    ) -> None:
+        """`share`: of `quantise`, what rounding alone would not take."""
+        self._format, self._order, self._share = fmt, order, share
+        self.capture_seconds = 0.0
         self._places = np.array([[one.index, one.first_block] for one in held], np.int64).reshape(-1, 2)
         groups: dict[Site, list[int]] = {}
         for index, one in enumerate(held):
@@ -81,8 +147,25 @@ class _Packer:
         self.values: list[Quantized | Tensor | None] = [None] * len(held)
         """By site: its codes, or the values [rows, dim] that codes are made of yet; ids; positions."""
 
+    def begin(self) -> None:
+        self.values = [None] * len(self.values)
+
+    def quantise(self, sites: Sequence[int], x: Tensor, name: str) -> Tensor:
+        started = time.thread_time()
+        quantized, out = quantize_dequantize(x, self._format, order=self._order, site=name)
+        if len(sites) == 1:
+            self.values[sites[0]] = quantized
+        else:
+            codes, scales = quantized.codes.chunk(len(sites)), quantized.scales.chunk(len(sites))
+            for site, part, scale in zip(sites, codes, scales, strict=True):
+                self.values[site] = replace(quantized, codes=part, scales=scale)
+        self.capture_seconds += self._share * (time.thread_time() - started)
+        return out
+
+    def keep(self, site: int, values: Tensor) -> None:
+        self.values[site] = values
+
     def pack(self, rows: int) -> Captured:
-        """Pack what `values` holds for `rows` rows, and forget it."""
         pieces: list[Tensor] = [_NO_ROW_BYTES] * len(self.values)
         zero: list[ZeroBlocks] = []
         for site, members in self._groups:
@@ -99,14 +182,128 @@ class _Packer:
                     whole = _joined([value for value in values if isinstance(value, Quantized)])
                 packed, found = pack_rows(site, whole)
                 if len(found):
-                    place, block = found.numpy().T
+                    place, block = found.cpu().numpy().T
                     index, first = self._places[np.array(members)[place // rows]].T
                     zero.append(np.stack([place % rows, index, first + block], axis=1))
             for index, piece in zip(members, packed.view(len(members), rows, -1).unbind(), strict=True):
                 pieces[index] = piece
-        self.values = [None] * len(self.values)
-        out = torch.cat(pieces, dim=1) if pieces else torch.empty((rows, 0), dtype=torch.uint8)
+        self.begin()
+        out = torch.cat(pieces, dim=1).cpu() if pieces else torch.empty((rows, 0), dtype=torch.uint8)
         return Captured(out, by_row(np.concatenate(zero)) if zero else NO_ZERO_BLOCKS)
+
+
+class _DevicePacker:
+    """Rows of a table in a buffer on the device, which the kernels that round write into.
+
+    The buffer of the first `rows` rows stays where it is, so that passes of a CUDA graph may write into it.
+    """
+
+    together = False
+
+    def __init__(
+        self, held: Sequence[HeldSite], order: RoundingOrder, rows: int, device: torch.device
+    ) -> None:
+        self._sites, self._order, self._device = [one.site for one in held], order, device
+        self._at = np.cumsum([0, *(site.row_bytes for site in self._sites)]).tolist()
+        zero = [-(-site.blocks // 8) for site in self._sites]
+        self._width = self._at[-1]
+        self._zero_at = (self._width + np.cumsum([0, *zero])).tolist()
+        self._places = np.array(
+            [
+                (one.index, one.first_block + block)
+                for one, size in zip(held, zero, strict=True)
+                for block in range(8 * size)
+            ],
+            np.int64,
+        ).reshape(-1, 2)
+        self._lasting = torch.zeros((rows, self._zero_at[-1]), dtype=torch.uint8, device=device)
+        self._buffer = self._lasting
+        self._stream = stream_on(device)
+        self._copied: torch.cuda.Event | None = None
+        self.capture_seconds = 0.0
+        self._seconds_a_row = self._measure() if self._stream else 0.0
+
+    def begin(self) -> None:
+        self._buffer = self._lasting
+        if self._copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._copied)
+            self._copied = None
+
+    def quantise(self, sites: Sequence[int], x: Tensor, name: str) -> Tensor:
+        [index] = sites
+        return self._into(self._rows(len(x)), index, x, name)
+
+    def _into(self, rows: Tensor, index: int, x: Tensor, name: str) -> Tensor:
+        site = self._sites[index]
+        return quantize_dequantize_into_rows(
+            x,
+            rows,
+            self._at[index],
+            code_bits=site.code_bits,
+            scale_bits=site.scale_bits,
+            zero_bits=rows[:, self._zero_at[index] : self._zero_at[index + 1]],
+            order=self._order,
+            site=name,
+        )
+
+    def keep(self, site: int, values: Tensor) -> None:
+        pack = pack_starts if self._sites[site].kind is SiteKind.EXACT_FROM else route_bytes
+        rows = self._rows(len(values))
+        rows[:, self._at[site] : self._at[site + 1]] = pack(self._sites[site], values)
+
+    def pack(self, rows: int) -> Arriving:
+        self.capture_seconds += rows * self._seconds_a_row
+        return self.send(rows)
+
+    def send(self, rows: int) -> Arriving:
+        """Copy the first rows of the buffer to the host, beside what is computed next."""
+        there = self._rows(rows)
+        if self._stream is None:
+            return Arriving(there.clone(), None, self._width, self._places)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            # Of torch's pool of pinned memory: other memory than what the pass before is still read from.
+            host = torch.empty(there.shape, dtype=torch.uint8, pin_memory=True)
+            host.copy_(there, non_blocking=True)
+            there.record_stream(self._stream)
+            self._copied = self._stream.record_event()
+        return Arriving(host, self._copied, self._width, self._places)
+
+    def _rows(self, rows: int) -> Tensor:
+        if rows > len(self._buffer):
+            self._buffer = self._lasting.new_empty((rows, self._zero_at[-1]))
+        return self._buffer[:rows]
+
+    def _measure(self) -> float:
+        """Seconds that recording a row of all sites takes in addition to rounding it, on this GPU."""
+        rows, total, known = 4096, 0.0, dict[tuple[int, int, int], float]()
+        buffer = self._lasting.new_empty((rows, self._zero_at[-1]))
+        with NonFiniteFlags(self._device):
+            for index, site in enumerate(self._sites):
+                if not site.blocks:
+                    continue
+                kind = site.dim, site.code_bits, site.scale_bits
+                if kind not in known:
+                    x = torch.ones((rows, site.dim), dtype=torch.bfloat16, device=self._device)
+                    recording = gpu_seconds(partial(self._into, buffer, index, x, ""))
+                    known[kind] = recording - gpu_seconds(partial(fake_quantize, x, order=self._order))
+                total += max(0.0, known[kind])
+        return total / rows
+
+
+def gpu_seconds(function: Callable[[], object], *, repeats: int = 20) -> float:
+    """What a call takes of the current GPU, in the middle of `repeats` after the first ones."""
+    for _ in range(3):
+        function()
+    pairs = []
+    for _ in range(repeats):
+        start, end = timing_event(), timing_event()
+        start.record()
+        function()
+        end.record()
+        pairs.append((start, end))
+    torch.cuda.synchronize()
+    return float(sorted(start.elapsed_time(end) for start, end in pairs)[repeats // 2]) / 1000
 
 
 def _joined(parts: Sequence[Quantized]) -> Quantized:
@@ -143,19 +340,26 @@ class SiteCapture:
         *,
         part: int = 0,
         parts: int = 1,
+        device: torch.device | str = "cpu",
+        rows: int = 0,
     ) -> None:
-        """`audit_table` None: no trajectory is audited. `part` of `parts`: see `held_sites`."""
+        """`audit_table` None: no trajectory is audited. `part` of `parts`: see `held_sites`.
+
+        On a GPU `device`, passes of up to `rows` rows are recorded in memory that stays where it is.
+        """
         self._format = BLOCK_FORMATS[quantization.format]
         self._order = quantization.order
-        self._extra = _share_of_recording(self._format, self._order)
         held = held_sites(table, part, parts)
         audited = [] if audit_table is None else held_sites(audit_table, part, parts)
-        self._record = _Packer(held, self._format, self._order)
-        self._audit = None if audit_table is None else _Packer(audited, self._format, self._order)
+        self._record: _Packer
+        if torch.device(device).type == "cpu":
+            share = _share_of_recording(self._format, self._order)
+            self._record = _HostPacker(held, self._format, self._order, share)
+        else:
+            self._record = _DevicePacker(held, self._order, rows, torch.device(device))
+        self._audit = None if audit_table is None else _HostPacker(audited, self._format, self._order)
         self._audited: Tensor | slice | None = None
         self._recording = True
-        self.capture_seconds = 0.0
-        """What recording took in addition to rounding, over all passes."""
         self.pack_seconds = 0.0
         record_at = {(one.site.layer, one.site.kind): index for index, one in enumerate(held)}
         audit_at = {(one.site.layer, one.site.kind): index for index, one in enumerate(audited)}
@@ -179,8 +383,14 @@ class SiteCapture:
         """
         self._audited = audited if self._audit is not None else None
         self._recording = recording
+        self._record.begin()
 
-    def finish(self, rows: int) -> tuple[Captured, Captured | None]:
+    @property
+    def capture_seconds(self) -> float:
+        """What recording took in addition to rounding, over all passes."""
+        return self._record.capture_seconds
+
+    def finish(self, rows: int) -> tuple[Captured | Arriving, Captured | None]:
         """Rows [rows, …] of the site table and, when rows are audited, [A, …] of the audit table."""
         started = time.thread_time()
         record = self._record.pack(rows)
@@ -195,7 +405,7 @@ class SiteCapture:
         """Forget what a forward pass that failed has left."""
         for packer in (self._record, self._audit):
             if packer is not None:
-                packer.values = [None] * len(packer.values)
+                packer.begin()
 
     def expert_input(self, layer: int, x: Tensor) -> Tensor:
         """Quantise the routed experts' input."""
@@ -206,6 +416,8 @@ class SiteCapture:
         key, value = self._uses[layer, SiteKind.KEY], self._uses[layer, SiteKind.VALUE]
         if not key.quantized:
             return k, v
+        if not self._record.together:
+            return self._round(key, k), self._round(value, v)
         try:
             out_k, out_v = self._quantise((key, value), torch.cat([k, v])).chunk(2)
         except NonFiniteError:  # which of the two?
@@ -222,13 +434,13 @@ class SiteCapture:
         """Keep the experts [N, top_k] that were chosen."""
         use = self._uses[layer, SiteKind.ROUTES]
         if use.record is not None and self._recording:
-            self._record.values[use.record] = ids
+            self._record.keep(use.record, ids)
 
     def exact_from(self, layer: int, starts: Tensor) -> None:
         """Keep the first position [N] that each row attends exactly."""
         use = self._uses[layer, SiteKind.EXACT_FROM]
         if use.record is not None:
-            self._record.values[use.record] = starts.unsqueeze(1)
+            self._record.keep(use.record, starts.unsqueeze(1))
 
     def _round(self, use: _SiteUse, x: Tensor) -> Tensor:
         if not use.quantized:
@@ -242,21 +454,12 @@ class SiteCapture:
         recorded = [use.record for use in uses if use.record is not None]
         if not recorded or not self._recording:
             return fake_quantize(x, self._format, order=self._order, site=uses[0].name)
-        started = time.thread_time()
-        quantized, out = quantize_dequantize(x, self._format, order=self._order, site=uses[0].name)
-        if len(uses) == 1:
-            self._record.values[recorded[0]] = quantized
-        else:
-            codes, scales = quantized.codes.chunk(len(uses)), quantized.scales.chunk(len(uses))
-            for index, part, scale in zip(recorded, codes, scales, strict=True):
-                self._record.values[index] = replace(quantized, codes=part, scales=scale)
-        self.capture_seconds += self._extra * (time.thread_time() - started)
-        return out
+        return self._record.quantise(recorded, x, uses[0].name)
 
     def _keep_audited(self, use: _SiteUse, x: Tensor) -> None:
         if self._audit is not None and self._audited is not None and use.audit is not None:
             # Blocks do not look beyond their row, so a few rows alone give the codes that they had among all.
-            self._audit.values[use.audit] = x[self._audited]
+            self._audit.keep(use.audit, x[self._audited])
 
 
 def _share_of_recording(fmt: BlockFormat, order: RoundingOrder) -> float:

@@ -40,6 +40,11 @@ def pack_routes(site: Site, ids: Tensor) -> Tensor:
         least, most = ids.aminmax()
         if not 0 <= int(least) <= int(most) < site.experts:
             raise ValueError(f"{site.name} has expert ids outside 0..{site.experts - 1}")
+    return route_bytes(site, ids)
+
+
+def route_bytes(site: Site, ids: Tensor) -> Tensor:
+    """`pack_routes` of ids that a router has just chosen, without looking at them."""
     low = (ids & 0xFF).to(torch.uint8)
     if site.format == "U8":
         return low

@@ -67,6 +67,7 @@ class Rollout:
         limit_bytes: int = 2**20,
         deadline_seconds: float = WAIT_SECONDS,
         store: Callable[[Path], RecordStore] = RingStore,
+        device: str = "cpu",
     ) -> None:
         self.spec = spec
         self.table, self.audit_table = site_table(SHAPE, spec), audit_table(SHAPE, spec)
@@ -74,14 +75,22 @@ class Rollout:
         method = plan(spec, SHAPE)
         every = spec.records.audit_every
         tables = [self.table, self.audit_table] if every else [self.table]
-        self.model = MoEModel(SHAPE, dtype)
+        self.model = MoEModel(SHAPE, dtype, device)
         self.store = store(records)
         self.writer = FrameWriter(limit_bytes=limit_bytes, deadline_seconds=deadline_seconds)
         self.writer.direct(Destination(self.store.sink, JOB, RUN))
         self.scheduler = Scheduler(
             self.model,
-            KVCache(SHAPE, slots=slots, capacity=SHAPE.context, dtype=torch.float32),
-            CaptureHooks(SHAPE, method, spec.quantization, self.table, self.audit_table if every else None),
+            KVCache(SHAPE, slots=slots, capacity=SHAPE.context, dtype=torch.float32, device=device),
+            CaptureHooks(
+                SHAPE,
+                method,
+                spec.quantization,
+                self.table,
+                self.audit_table if every else None,
+                device=device,
+                rows=slots,
+            ),
             [
                 RowBuffer(table, slots=slots, capacity=SHAPE.context, reprefill=spec.records.reprefill)
                 for table in tables

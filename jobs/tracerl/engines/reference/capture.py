@@ -13,6 +13,7 @@ from torch import Tensor
 from tracerl.api.job import Quantization, Reprefill
 from tracerl.api.model import ModelShape
 from tracerl.engines.capture import (
+    Arriving,
     Captured,
     MergeRule,
     Rows,
@@ -37,10 +38,15 @@ class CaptureHooks(PlainHooks):
         quantization: Quantization,
         table: SiteTable,
         audit_table: SiteTable | None,
+        *,
+        device: torch.device | str = "cpu",
+        rows: int = 0,
     ) -> None:
-        """`audit_table` None: no trajectory is audited."""
+        """`audit_table` None: no trajectory is audited. `device`, `rows`: see `SiteCapture`."""
         super().__init__(shape)
-        self._capture = SiteCapture(shape.layers, plan, quantization, table, audit_table)
+        self._capture = SiteCapture(
+            shape.layers, plan, quantization, table, audit_table, device=device, rows=rows
+        )
 
     def begin(self, audited: Tensor | None, *, recording: bool = True) -> None:
         """Start a forward pass; `audited` int64 [A] are the rows of the stream that are audited, if any.
@@ -49,7 +55,7 @@ class CaptureHooks(PlainHooks):
         """
         self._capture.begin(audited, recording=recording)
 
-    def finish(self, rows: int) -> tuple[Captured, Captured | None]:
+    def finish(self, rows: int) -> tuple[Captured | Arriving, Captured | None]:
         """Rows [rows, …] of the site table and, when rows are audited, [A, …] of the audit table."""
         return self._capture.finish(rows)
 
@@ -83,6 +89,10 @@ class CaptureHooks(PlainHooks):
         return ids
 
 
+_At = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
+"""Slots and positions of the rows of a pass, both [N]."""
+
+
 @dataclass
 class SavedRows:
     """Rows of a request that lost its slot: rows uint8 [n, row_bytes], versions int32 [n]."""
@@ -103,27 +113,49 @@ class RowBuffer:
         self._rows = torch.zeros((slots, capacity, table.row_bytes), dtype=torch.uint8)
         self._versions = torch.full((slots, capacity), -1, dtype=torch.int32)
         self._zero: dict[int, list[ZeroBlocks]] = {}
+        self._late: tuple[_At, Arriving] | None = None
+        """The pass that was stored last, whose rows may still be on their way from the GPU."""
         self._rule = MergeRule.of(held_sites(table), reprefill)
         self.emitted: npt.NDArray[np.int64] = np.zeros(slots, np.int64)
         """Rows 0..emitted[slot]-1 are in frames."""
 
     def open(self, slot: int) -> None:
         """Start a new request in a slot."""
+        self._settle()
         self.emitted[slot] = 0
         self._zero.pop(slot, None)
 
-    def store(self, slot_N: Tensor, position_N: Tensor, captured: Captured, version: int) -> None:
-        """Write one forward pass: row i of `captured` is row position_N[i] of slot_N[i] (both int64 [N])."""
+    def store(
+        self,
+        slot_N: npt.NDArray[np.int64],
+        position_N: npt.NDArray[np.int64],
+        captured: Captured | Arriving,
+        version: int,
+    ) -> None:
+        """Write one forward pass: row i of `captured` is row position_N[i] of slot_N[i]."""
+        self._settle()
+        at = slot_N, position_N
+        self._versions.numpy()[at] = version
+        if isinstance(captured, Arriving):
+            self._late = (at, captured)
+        else:
+            self._write(at, captured)
+
+    def _settle(self) -> None:
+        """Write what was still on its way."""
+        if self._late is not None:
+            (at, arriving), self._late = self._late, None
+            self._write(at, arriving.arrived())
+
+    def _write(self, at: _At, captured: Captured) -> None:
         # numpy copies rows whole, torch element by element: a factor of 20 for rows of some KiB.
-        at = slot_N.numpy(), position_N.numpy()
         if self.table.row_bytes:
             self._rows.numpy()[at] = captured.rows.numpy()
-        self._versions.numpy()[at] = version
         if len(captured.zero_blocks):
             row = captured.zero_blocks[:, 0]
             found = captured.zero_blocks.copy()
-            found[:, 0] = position_N.numpy()[row]
-            slots = slot_N.numpy()[row]
+            found[:, 0] = at[1][row]
+            slots = at[0][row]
             # The stream keeps a slot's rows together, so equal slots are neighbours.
             cuts = np.flatnonzero(np.diff(slots)) + 1
             for slot, part in zip(slots[np.r_[0, cuts]].tolist(), np.split(found, cuts), strict=True):
@@ -131,6 +163,7 @@ class RowBuffer:
 
     def copy(self, source: npt.NDArray[np.int64], target: npt.NDArray[np.int64], rows: int) -> None:
         """Give slots the rows 0..rows-1 of other slots, and what is known about them."""
+        self._settle()
         source_C, target_C = torch.from_numpy(source), torch.from_numpy(target)
         self._rows[target_C, :rows] = self._rows[source_C, :rows]
         self._versions[target_C, :rows] = self._versions[source_C, :rows]
@@ -145,6 +178,7 @@ class RowBuffer:
 
     def take(self, slot: int, start: int, stop: int) -> tuple[npt.NDArray[np.uint8], ZeroBlocks]:
         """Copy rows start..stop-1; zero blocks count rows from `start`."""
+        self._settle()
         zero = NO_ZERO_BLOCKS
         if slot in self._zero:
             zero = self._zero_of(slot)
@@ -153,6 +187,7 @@ class RowBuffer:
 
     def save(self, slot: int, rows: int) -> SavedRows:
         """Copy what a request needs to get its rows back after it was prefilled again."""
+        self._settle()
         return SavedRows(
             self._rows[slot, :rows].clone(),
             self.versions(slot, rows).copy(),
@@ -165,6 +200,7 @@ class RowBuffer:
 
         `merge_rows` says which row counts.
         """
+        self._settle()
         n = len(saved.rows)
         new, new_versions = self._rows.numpy()[slot, :n], self.versions(slot, n)
         zero = self._zero_of(slot)

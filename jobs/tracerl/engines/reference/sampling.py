@@ -32,11 +32,13 @@ def uniform(seed: npt.NDArray[np.uint64], position: npt.NDArray[np.int64]) -> Te
     return torch.from_numpy(bits.astype(np.float64) * 2.0**-53)
 
 
-def sample(logits_NV: Tensor, temperature_N: Tensor, noise_N: Tensor) -> tuple[Tensor, Tensor]:
+def sample(
+    logits_NV: Tensor, temperature_N: Tensor, noise_N: Tensor, *, greedy: bool = True
+) -> tuple[Tensor, Tensor]:
     """Draw one token a row: (token i64 [n], log-probability f32 [n] under the row's temperature).
 
     `logits_NV` f32 [n, vocab]; `temperature_N` f32 [n], 0 takes the most probable token (its log-probability
-    is then that of temperature 1); `noise_N` f64 [n] from `uniform`.
+    is then that of temperature 1); `noise_N` f64 [n] from `uniform`. `greedy` False: no temperature is 0.
     """
     greedy_N = temperature_N == 0
     logp_NV = torch.log_softmax(logits_NV / torch.where(greedy_N, 1.0, temperature_N)[:, None], dim=-1)
@@ -46,7 +48,7 @@ def sample(logits_NV: Tensor, temperature_N: Tensor, noise_N: Tensor) -> tuple[T
     # Below the total even after rounding, so that the first entry above it exists and has a probability > 0.
     target_N = torch.minimum(noise_N * total_N, torch.nextafter(total_N, torch.zeros_like(total_N)))
     token_N = torch.searchsorted(cdf_NV, target_N[:, None], right=True)[:, 0]
-    if bool(greedy_N.any()):
+    if greedy:
         token_N = torch.where(greedy_N, logits_NV.argmax(dim=-1), token_N)
     # NaN logits make NaN sums, above which no entry is; the caller sees the NaN log-probability.
     token_N = token_N.clamp_(max=logits_NV.shape[-1] - 1)

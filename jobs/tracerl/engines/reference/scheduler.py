@@ -20,13 +20,13 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from tracerl.api.constants import Reason
 from tracerl.engines.frames import FrameRows, FrameWriter, TrajectoryFrames, frame_ranges
 from tracerl.engines.reference.capture import CaptureHooks, RowBuffer, SavedRows
-from tracerl.engines.reference.model import Decode, KVCache, MoEModel, Prefill
-from tracerl.engines.reference.sampling import sample, uniform
+from tracerl.engines.reference.model import KVCache, MoEModel
+from tracerl.engines.reference.passes import Draw, Passed, Stream, passes_on
+from tracerl.engines.reference.sampling import uniform
 from tracerl.engines.rollout_http import Broken, Finished
 from tracerl.numerics import NonFiniteError
 
@@ -138,7 +138,7 @@ class Scheduler:
         are cached at any time over all sequences.
         """
         slots, capacity = cache.slots, cache.capacity
-        self._model, self._cache, self._hooks = model, cache, hooks
+        self._cache, self._passes = cache, passes_on(model, cache, hooks)
         self._buffers, self._writer = list(buffers), writer
         self._instance, self._fills = instance, itertools.count()
         self._kv_tokens, self._chunk, self._audit_every = kv_tokens, chunk_tokens, audit_every
@@ -196,6 +196,11 @@ class Scheduler:
         """Tokens in the KV cache."""
         count = self._count
         return int(self._length[:count].sum()) - count
+
+    @property
+    def gpu_seconds(self) -> float:
+        """What passes took of the GPU so far."""
+        return self._passes.gpu_seconds
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests of at most `max_tokens` tokens each."""
@@ -459,13 +464,16 @@ class Scheduler:
         )
         computed = np.unique(source)
         lengths = [len(batch[index].tokens) for index in computed]
-        tokens_N = torch.tensor([token for index in computed for token in batch[index].tokens])
-        slot_B = torch.from_numpy(slots[computed])
-        attention = Prefill(self._cache, slot_B, lengths)
-        slot_N = slot_B.repeat_interleave(torch.tensor(lengths))
-        self._tokens[slot_N, attention.positions] = tokens_N
-
-        hidden = self._forward(tokens_N, attention, slot_N, audited=bool(self._audited[slots].any()))
+        stream = Stream(
+            np.array([token for index in computed for token in batch[index].tokens]),
+            slots[computed].repeat(lengths),
+            np.concatenate([np.arange(length) for length in lengths]),
+            lengths,
+        )
+        self._tokens.numpy()[stream.slots, stream.positions] = stream.tokens
+        last = np.cumsum(lengths) - 1
+        draw = self._draw(slots, last[np.searchsorted(computed, source)])
+        passed = self._pass(stream, draw)
         copies = np.flatnonzero(source != np.arange(len(batch)))
         if len(copies):
             self._copy(slots[source[copies]], slots[copies])
@@ -480,9 +488,7 @@ class Scheduler:
             if request.saved is not None:
                 self._restore(request, slot, request.saved)
                 request.saved = None
-        last = np.cumsum(lengths) - 1
-        last_B = torch.from_numpy(last[np.searchsorted(computed, source)])
-        self._advance(slots, hidden[last_B])
+        self._advance(slots, *passed.drawn())
 
     def _copy(self, source: npt.NDArray[np.int64], target: npt.NDArray[np.int64]) -> None:
         """Give slots the tokens, log-probs, keys, values and rows of other slots of the same state."""
@@ -490,9 +496,7 @@ class Scheduler:
         source_C, target_C = torch.from_numpy(source), torch.from_numpy(target)
         for state in (self._tokens, self._logp):
             state[target_C, :longest] = state[source_C, :longest]
-        for cached in (self._cache.k, self._cache.v):
-            for layer in cached:
-                layer[target_C, :, :longest] = layer[source_C, :, :longest]
+        self._passes.copy(source, target, longest)
         if (recorded := self._recorded[target]).any():
             self._buffers[0].copy(source[recorded], target[recorded], longest)
         if (audited := self._audited[target]).any():
@@ -509,59 +513,47 @@ class Scheduler:
 
     def _decode(self) -> None:
         slots = np.arange(self._count)
-        slot_N = torch.from_numpy(slots)
-        position_N = torch.from_numpy(self._length[slots] - 1)
-        attention = Decode(self._cache, slot_N, position_N)
-        tokens_N = self._tokens[slot_N, position_N]
-        audited = bool(self._audited[slots].any())
-        self._advance(slots, self._forward(tokens_N, attention, slot_N, audited=audited))
+        position = self._length[slots] - 1
+        stream = Stream(self._tokens.numpy()[slots, position], slots, position)
+        self._advance(slots, *self._pass(stream, self._draw(slots)).drawn())
 
-    def _forward(
-        self, tokens_N: Tensor, attention: Prefill | Decode, slot_N: Tensor, *, audited: bool
-    ) -> Tensor:
-        """Run the model over a stream of tokens and store the rows; row i of the stream is of slot_N[i].
+    def _draw(self, slots: npt.NDArray[np.int64], rows: npt.NDArray[np.int64] | None = None) -> Draw:
+        """How the next tokens of slots are drawn, each after one of the rows of a stream (None: all)."""
+        return Draw(self._temperature[slots], uniform(self._seed[slots], self._length[slots]), rows)
+
+    def _pass(self, stream: Stream, draw: Draw) -> Passed:
+        """Run the model over a stream of tokens and store the rows.
 
         Rows are stored when any of them is recorded; those of other requests go into no frame.
         """
-        if not self._recorded[slot_N.numpy()].any():
-            self._hooks.begin(None, recording=False)
-            alone: Tensor = self._model(tokens_N, attention, self._hooks)
-            return alone
-        hooks, buffers, rows = self._hooks, self._buffers, len(tokens_N)
-        capture, pack = hooks.capture_seconds, hooks.pack_seconds
-        audited_A = None
-        if audited:
-            audited_A = torch.from_numpy(np.flatnonzero(self._audited[slot_N.numpy()]))
-        hooks.begin(audited_A)
-        hidden: Tensor = self._model(tokens_N, attention, hooks)
-        record, audit = hooks.finish(rows)
+        slots, buffers = stream.slots, self._buffers
+        if not self._recorded[slots].any():
+            return self._passes.run(stream, draw, recording=False)
+        audited = np.flatnonzero(self._audited[slots])
+        passed = self._passes.run(stream, draw, audited=audited if len(audited) else None)
+        assert passed.record is not None, "a pass that records gives rows"
         started = time.thread_time()
-        buffers[0].store(slot_N, attention.positions, record, self._now)
-        if audit is not None and audited_A is not None:
-            buffers[1].store(slot_N[audited_A], attention.positions[audited_A], audit, self._now)
-        capture = hooks.capture_seconds - capture + time.thread_time() - started
+        buffers[0].store(slots, stream.positions, passed.record, self._now)
+        if passed.audit is not None:
+            buffers[1].store(slots[audited], stream.positions[audited], passed.audit, self._now)
+        capture = passed.capture_seconds + time.thread_time() - started
         # Every row of the stream has the same share in what the step's recording cost.
-        each = np.array([capture, hooks.pack_seconds - pack]) / rows
-        np.add.at(self._seconds, slot_N.numpy(), each)
-        return hidden
+        np.add.at(self._seconds, slots, np.array([capture, passed.pack_seconds]) / len(slots))
+        return passed
 
-    def _advance(self, slots: npt.NDArray[np.int64], hidden_BH: Tensor) -> None:
-        """Sample the next token of each slot from its last row's hidden state, and end what is finished."""
+    def _advance(
+        self,
+        slots: npt.NDArray[np.int64],
+        token: npt.NDArray[np.int64],
+        logp: npt.NDArray[np.float32],
+    ) -> None:
+        """Add the next token of each slot, and end what is finished."""
         position = self._length[slots]
-        token_B, logp_B = sample(
-            self._model.logits(hidden_BH),
-            torch.from_numpy(self._temperature[slots]),
-            uniform(self._seed[slots], position),
-        )
-        if not bool(torch.isfinite(logp_B).all()):
-            raise NonFiniteError("logits")
-        slot_B, position_B = torch.from_numpy(slots), torch.from_numpy(position)
-        self._tokens[slot_B, position_B] = token_B
-        self._logp[slot_B, position_B] = logp_B
+        self._tokens.numpy()[slots, position] = token
+        self._logp.numpy()[slots, position] = logp
         self._length[slots] = position + 1
         self.stats.generated_tokens += len(slots)
 
-        token = token_B.numpy()
         stopped = (token[:, None] == self._stop[slots]).any(axis=1)
         ended = stopped | (position + 1 >= self._limit[slots])
         self._emit(slots[~ended])

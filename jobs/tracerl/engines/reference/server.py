@@ -21,6 +21,7 @@ from tracerl.api.errors import InputError, JobError, first_line
 from tracerl.api.job import DType, TraceRLJob
 from tracerl.api.model import ModelShape, model_shape
 from tracerl.api.resolved import ResolvedJob
+from tracerl.engines.device import device_of
 from tracerl.engines.frames import Destination, FrameWriter
 from tracerl.engines.hf import read_tensors
 from tracerl.engines.metrics import sink_state, sink_values
@@ -99,10 +100,11 @@ class RolloutServer:
         wanted = spec.algorithm.max_prompt_tokens + spec.algorithm.max_response_tokens
         capacity = min(wanted, shape.context, spec.rollout.kv_cache_tokens)
         dtype = torch.bfloat16 if spec.model.dtype is DType.BFLOAT16 else torch.float32
+        device = device_of(spec.rollout.gpus_per_node, "spec.rollout.gpusPerNode")
         try:
-            model = MoEModel(shape, dtype)
+            model = MoEModel(shape, dtype, device)
             # FP32 holds every BF16 value, and spares a conversion of all that is attended in each step.
-            cache = KVCache(shape, slots=slots, capacity=capacity, dtype=torch.float32)
+            cache = KVCache(shape, slots=slots, capacity=capacity, dtype=torch.float32, device=device)
             buffers = [
                 RowBuffer(table, slots=slots, capacity=capacity, reprefill=spec.records.reprefill)
                 for table in tables
@@ -112,7 +114,15 @@ class RolloutServer:
                 f"there is no memory for the model and {slots} sequences of {capacity} tokens "
                 f"({first_line(error)}); lower spec.rollout.maxRunningRequests or kvCacheTokens"
             ) from None
-        hooks = CaptureHooks(shape, method, spec.quantization, table, tables[1] if len(tables) > 1 else None)
+        hooks = CaptureHooks(
+            shape,
+            method,
+            spec.quantization,
+            table,
+            tables[1] if len(tables) > 1 else None,
+            device=device,
+            rows=slots,
+        )
         self._weights = RolloutWeights(model, method, spec.quantization)
         self._writer = FrameWriter(
             limit_bytes=_WAITING_BYTES, deadline_seconds=spec.transport.deadline_seconds
@@ -318,8 +328,8 @@ class RolloutServer:
         return await asyncio.wrap_future(self._scheduler.call(function))
 
     def details(self) -> dict[str, Any]:
-        """Nothing else is said."""
-        return {}
+        """What passes took of the GPU so far."""
+        return {"gpuSeconds": self._scheduler.gpu_seconds}
 
     def metrics(self) -> bytes:
         """Metrics in Prometheus' text format."""

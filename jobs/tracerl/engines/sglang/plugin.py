@@ -538,7 +538,7 @@ class _Scheduler:
         if rows:
             try:
                 record, audit = self._capture.finish(rows)
-                captured = [record] if audit is None else [record, audit]
+                captured = [record.arrived()] if audit is None else [record.arrived(), audit]
             except Exception:  # noqa: BLE001  these rows are missing; what is generated is as it is
                 if not self._failing:  # one traceback for a fault that lasts
                     _log.exception("a forward pass of %d rows cannot be recorded", rows)
