@@ -195,6 +195,10 @@ class TrainerEngine(Protocol):
         """How ranks hold a tensor of `export` or `state` apart; None where they have it whole."""
         ...
 
+    def gpu_seconds(self) -> float:
+        """Seconds that passes and updates took of this process's GPU so far; 0 where none is measured."""
+        ...
+
     def stats(self) -> EngineStats:
         """Sums since the last call, which are cleared."""
         ...

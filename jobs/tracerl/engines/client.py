@@ -67,6 +67,8 @@ class RolloutInfo:
     """CPU time of its processes so far."""
     ranks: int = 1
     """Processes that take weights."""
+    gpu_seconds: float | None = None
+    """What its passes took of the GPU so far."""
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,7 @@ class RolloutClient:
             engine=answer.get("engine"),
             cpu_seconds=answer.get("cpuSeconds"),
             ranks=answer.get("ranks", 1),
+            gpu_seconds=answer.get("gpuSeconds"),
         )
 
     async def connect(self) -> RolloutInfo:

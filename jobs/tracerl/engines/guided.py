@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tracerl.api.job import Quantization
 from tracerl.engines.base import EngineStats, SiteCounts, Trajectory
+from tracerl.engines.device import Uploads
 from tracerl.methods import MethodPlan, Treatment
 from tracerl.numerics import (
     Guide,
@@ -56,7 +57,8 @@ class Recorded:
 class MicroBatch:
     """A batch of trajectories as one stream of rows, trajectory by trajectory, with its records.
 
-    It may hold none, on a rank that only takes part in what others compute.
+    It may hold none, on a rank that only takes part in what others compute. It is copied to the device of
+    `uploads` beside what is computed there; what is computed after it was made finds it there.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class MicroBatch:
         trajectories: Sequence[Trajectory],
         table: SiteTable,
         audit_table: SiteTable,
-        device: torch.device | str,
+        uploads: Uploads,
     ) -> None:
         batch = len(trajectories)
         tokens_B = torch.tensor([len(t.tokens) for t in trajectories], dtype=torch.int64)
@@ -75,32 +77,31 @@ class MicroBatch:
         taken = torch.ones_like(every, dtype=torch.bool)
         taken[end_B - 1] = False
         self.lengths: list[int] = (tokens_B - 1).tolist()
-        self.tokens_N: Tensor = every[taken].to(device)
-        self.records = RecordStream(table, [t.records for t in trajectories], self.lengths, device)
-        self.audit = self._audit(trajectories, audit_table, device)
+        self.tokens_N: Tensor = uploads.put(every[taken])
+        self.records = RecordStream(table, [t.records for t in trajectories], self.lengths, uploads.put)
+        self.audit = self._audit(trajectories, audit_table, uploads)
 
         self.size = (batch, max(response_B.tolist(), default=0))
         trajectory_M = torch.arange(batch).repeat_interleave(response_B)
         step_M = torch.arange(len(trajectory_M)) - (response_B.cumsum(0) - response_B)[trajectory_M]
         target_M = (end_B - response_B)[trajectory_M] + step_M
-        self.targets_M: Tensor = every[target_M].to(device)
+        self.targets_M: Tensor = uploads.put(every[target_M])
         # Rows lack one token of every trajectory before, and predict the token after their own.
-        self.predicting_M: Tensor = (target_M - trajectory_M - 1).to(device)
+        self.predicting_M: Tensor = uploads.put(target_M - trajectory_M - 1)
         """int64 [M]: rows that predict a response token, trajectory by trajectory."""
-        self.places_M: Tensor = (trajectory_M * self.size[1] + step_M).to(device)
+        self.places_M: Tensor = uploads.put(trajectory_M * self.size[1] + step_M)
         """int64 [M]: where their log-probs go in [B, R], flattened."""
+        uploads.join()
 
-    def _audit(
-        self, trajectories: Sequence[Trajectory], table: SiteTable, device: torch.device | str
-    ) -> _Audit | None:
+    def _audit(self, trajectories: Sequence[Trajectory], table: SiteTable, uploads: Uploads) -> _Audit | None:
         audited = [i for i, t in enumerate(trajectories) if t.audit is not None]
         if not audited:
             return None
         starts = torch.tensor([0, *self.lengths]).cumsum(0).tolist()
         lengths = [self.lengths[i] for i in audited]
-        stream = RecordStream(table, [trajectories[i].audit for i in audited], lengths, device)
+        stream = RecordStream(table, [trajectories[i].audit for i in audited], lengths, uploads.put)
         rows = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in audited])
-        return _Audit(stream, rows.to(device))
+        return _Audit(stream, uploads.put(rows))
 
 
 class Treatments:
@@ -132,11 +133,16 @@ class Treatments:
         """From now on values are those of the first pass again (activation recompute): nothing counts."""
         self._repeating, self._stats = True, EngineStats()
 
+    @property
+    def _oldest(self) -> int | None:
+        """The oldest version of rows that are followed; None when the method follows all."""
+        limit = self._plan.max_guided_version_diff
+        return None if limit is None else self._version - limit
+
     @cached_property
     def _follow(self) -> Tensor | None:
         """Rows young enough to be followed, bool [N]; None when the method follows all."""
-        limit = self._plan.max_guided_version_diff
-        return None if limit is None else self._batch.records.versions >= self._version - limit
+        return None if self._oldest is None else self._batch.records.versions >= self._oldest
 
     def touches(self, kind: SiteKind, layers: Iterable[int]) -> bool:
         """Whether `treat` may change, count or check anything at this kind of site in any of the layers."""
@@ -176,9 +182,11 @@ class Treatments:
             return live()
         started = time.perf_counter()
         recorded, present = self._batch.records.routes(site)
-        if rows is not None:
+        if rows is None:
+            missing = self._batch.records.absent(site)
+        else:
             recorded, present = recorded[rows], present[rows]
-        missing = len(present) - int(present.sum())
+            missing = len(present) - int(present.sum())
         self._stats.routes_rows += len(present)
         self._stats.routes_missing += missing
         if missing:
@@ -236,8 +244,13 @@ class Treatments:
         if rows is not None:
             guide = rows_of(guide, rows)
         assert guide.present is not None
+        missing = (
+            records.absent(site, self._oldest)
+            if rows is None
+            else len(guide.present) - int(guide.present.sum())
+        )
         self._stats.guided_rows += len(guide.present)
-        self._stats.guided_missing += len(guide.present) - int(guide.present.sum())
+        self._stats.guided_missing += missing
         self._stats.unpack_seconds += time.perf_counter() - started
         return guide
 

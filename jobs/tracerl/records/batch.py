@@ -14,6 +14,10 @@ from tracerl.records.rows import unpack_routes, unpack_starts
 from tracerl.records.sites import Site, SiteTable
 
 
+def _stay(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 class RecordStream:
     """Records of trajectories one after the other: N rows in all, `lengths[i]` of them of trajectory i.
 
@@ -26,8 +30,9 @@ class RecordStream:
         table: SiteTable,
         records: Sequence[TrajectoryRecords | None],
         lengths: Sequence[int],
-        device: torch.device | str = "cpu",
+        put: Callable[[Tensor], Tensor] = _stay,
     ) -> None:
+        """`put` gives a tensor of the host where the stream is wanted."""
         self.table = table
         usable = [
             record
@@ -39,30 +44,42 @@ class RecordStream:
 
         def joined(of: Callable[[TrajectoryRecords], Tensor], absent: Callable[[int], Tensor]) -> Tensor:
             parts = (absent(n) if r is None else of(r) for r, n in zip(usable, lengths, strict=True))
-            return torch.cat([absent(0), *parts]).to(device)
+            return torch.cat([absent(0), *parts])
 
-        self.rows: Tensor = joined(
-            lambda r: r.rows, lambda n: torch.zeros((n, table.row_bytes), dtype=torch.uint8)
+        self.rows: Tensor = put(
+            joined(lambda r: r.rows, lambda n: torch.zeros((n, table.row_bytes), dtype=torch.uint8))
         )
         """uint8 [N, row_bytes]."""
-        self.present: Tensor = joined(
+        self.host_present: Tensor = joined(
             lambda r: r.present, lambda n: torch.zeros((n, sites), dtype=torch.bool)
         )
+        """bool [N, sites], on the host: to count without waiting for a device."""
+        self.present: Tensor = put(self.host_present)
         """bool [N, sites]."""
-        self.versions: Tensor = joined(
+        self.host_versions: Tensor = joined(
             lambda r: r.versions, lambda n: torch.full((n,), -1, dtype=torch.int32)
         )
-        """int32 [N], -1 where no site is present."""
+        """int32 [N], -1 where no site is present; on the host."""
+        self.versions: Tensor = put(self.host_versions)
+        """int32 [N]."""
         starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
         shifted = [
             r.zero_blocks + torch.tensor([start, 0, 0])
             for r, start in zip(usable, starts, strict=False)
             if r is not None and len(r.zero_blocks)
         ]
-        self._zero_blocks = torch.cat(shifted) if shifted else None
+        self._zero_blocks: dict[int, Tensor] = {}
+        """By place in the table: bool [N, blocks]."""
+        if shifted:
+            zero_blocks = torch.cat(shifted)
+            for index in sorted(set(zero_blocks[:, 1].tolist())):
+                found = zero_blocks[zero_blocks[:, 1] == index]
+                zero = torch.zeros((len(self.rows), table.sites[index].blocks), dtype=torch.bool)
+                zero[found[:, 0], found[:, 2]] = True
+                self._zero_blocks[index] = put(zero)
         self._scales: Tensor | None = None
         if any(site.tensor_scale == TensorScaleRule.PER_VERSION for site in table.sites):
-            self._scales = joined(_version_scales, lambda n: torch.zeros((n, sites)))
+            self._scales = put(joined(_version_scales, lambda n: torch.zeros((n, sites))))
 
     def bytes_of(self, site: Site) -> Tensor:
         """Packed bytes of one site, uint8 [N, site.row_bytes], a view."""
@@ -72,6 +89,13 @@ class RecordStream:
     def present_at(self, site: Site) -> Tensor:
         """Which rows hold the site, bool [N]."""
         return self.present[:, self.table.index(site)]
+
+    def absent(self, site: Site, oldest: int | None = None) -> int:
+        """How many rows do not hold the site, or are older than `oldest`; waits for no device."""
+        usable = self.host_present[:, self.table.index(site)]
+        if oldest is not None:
+            usable = usable & (self.host_versions >= oldest)
+        return len(usable) - int(usable.sum())
 
     def guide(self, site: Site, follow: Tensor | None = None) -> Guide:
         """Guide [N, …] of a quantised site; `follow` bool [N] takes further rows out, such as too old ones.
@@ -90,7 +114,7 @@ class RecordStream:
             tensor_scale=TensorScale(
                 self._tensor_scales(site, packed[:, scales_at:], present), site.tensor_scale_convention
             ),
-            zero_blocks=self._zero_blocks_of(site),
+            zero_blocks=self._zero_blocks.get(self.table.index(site)),
             present=present if follow is None else present & follow,
         )
 
@@ -104,7 +128,7 @@ class RecordStream:
 
     def _tensor_scales(self, site: Site, recorded: Tensor, present: Tensor) -> Tensor:
         if site.tensor_scale == TensorScaleRule.FIXED:
-            return torch.tensor(site.tensor_scale_value, device=self.rows.device)
+            return torch.tensor(site.tensor_scale_value)
         if site.tensor_scale == TensorScaleRule.PER_TOKEN:
             found = recorded.contiguous().view(torch.float32)
         else:
@@ -112,16 +136,6 @@ class RecordStream:
             found = self._scales[:, self.table.index(site), None]
         # Absent rows round under the trainer's own scale; 1 keeps their arithmetic finite until then.
         return torch.where(present[:, None], found, 1.0)
-
-    def _zero_blocks_of(self, site: Site) -> Tensor | None:
-        if self._zero_blocks is None:
-            return None
-        found = self._zero_blocks[self._zero_blocks[:, 1] == self.table.index(site)]
-        if not len(found):
-            return None
-        zero = torch.zeros((len(self.rows), site.blocks), dtype=torch.bool)
-        zero[found[:, 0], found[:, 2]] = True
-        return zero.to(self.rows.device)
 
 
 def _version_scales(records: TrajectoryRecords) -> Tensor:

@@ -35,6 +35,7 @@ from tracerl.api.errors import InputError, first_line
 from tracerl.api.job import DType, Optimizer, PrefillAttends, Spec, TensorScaleRule
 from tracerl.api.model import ModelShape
 from tracerl.engines.base import Batch, Cut, EngineStats, Loss
+from tracerl.engines.device import Uploads
 from tracerl.engines.expert_weights import DOWN, GATE_UP, fake_quantise_expert_weights, weights_site
 from tracerl.engines.guided import MicroBatch, Treatments, pass_mask
 from tracerl.engines.hf import check_weights, hf_shapes, initial_weights
@@ -211,7 +212,7 @@ class MegatronTrainer:
         with self._agreed():
             self._refresh()
         started = time.perf_counter()
-        micro = MicroBatch(batch.trajectories, self._table, self._audit_table, self._device)
+        micro = MicroBatch(batch.trajectories, self._table, self._audit_table, Uploads(self._device))
         self._stats.unpack_seconds += time.perf_counter() - started
         how = (self._plan, self.spec.quantization, micro, self._stats)
         treatments = Treatments(*how, guided=guided, version=version)
@@ -524,6 +525,10 @@ class MegatronTrainer:
             if master in optimizer.state:
                 return {moment: optimizer.state[master][moment] for moment in _MOMENTS}
         return dict.fromkeys(_MOMENTS)
+
+    def gpu_seconds(self) -> float:
+        """Not measured: no baseline asks for it (`TrainerEngine.gpu_seconds`)."""
+        return 0.0
 
     def stats(self) -> EngineStats:
         """Sums since the last call."""

@@ -19,12 +19,13 @@ from tracerl.api.errors import InputError, first_line
 from tracerl.api.job import DType, Optimizer, Spec, TensorScaleRule
 from tracerl.api.model import ModelShape
 from tracerl.engines.base import Batch, EngineStats, Loss
+from tracerl.engines.device import GpuTime, Uploads
 from tracerl.engines.guided import MicroBatch, Treatments
 from tracerl.engines.reference.model import MoEModel, PlainHooks, WholeSequences
 from tracerl.engines.reference.quantised import TrainerHooks, quantise_experts
 from tracerl.engines.reference.weights import copy_weights, hf_views, initialise
 from tracerl.methods import plan
-from tracerl.numerics import NonFiniteError
+from tracerl.numerics import NonFiniteError, NonFiniteFlags
 from tracerl.records.sites import audit_table, site_table
 
 
@@ -109,6 +110,8 @@ class ReferenceTrainer:
         self.shape, self.spec, self.sharded = shape, spec, False
         self.selections = (None, None)
         self._device = torch.device(device)
+        self._uploads, self._flags = Uploads(self._device), NonFiniteFlags(self._device)
+        self._gpu_time = GpuTime(self._device)
         self._plan = plan(spec, shape)
         self._table, self._audit_table = site_table(shape, spec), audit_table(shape, spec)
         self._dtype = torch.bfloat16 if spec.model.dtype is DType.BFLOAT16 else torch.float32
@@ -146,7 +149,8 @@ class ReferenceTrainer:
     def forward(self, batch: Batch, *, guided: bool, temperature: float, version: int) -> Tensor:
         """Log-probs (`TrainerEngine.forward`)."""
         started = time.perf_counter()
-        logp = self._logp(batch, guided=guided, temperature=temperature, version=version)
+        with self._gpu_time.timed():
+            logp = self._logp(batch, guided=guided, temperature=temperature, version=version)
         self._stats.forward_seconds += time.perf_counter() - started
         return logp
 
@@ -155,13 +159,15 @@ class ReferenceTrainer:
     ) -> Tensor:
         """Log-probs, and the loss's gradient added (`TrainerEngine.accumulate`)."""
         started = time.perf_counter()
-        logp = self._logp(batch, guided=guided, temperature=temperature, version=version)
+        with self._gpu_time.timed():
+            logp = self._logp(batch, guided=guided, temperature=temperature, version=version)
         value = loss(logp)
         middle = time.perf_counter()
-        self._working.gradient.zero_()
-        value.backward()  # type: ignore[no-untyped-call]
-        # Straight through rounding: what the working copy gets is the master's.
-        self._master.gradient.add_(self._working.gradient)
+        with self._gpu_time.timed():
+            self._working.gradient.zero_()
+            value.backward()  # type: ignore[no-untyped-call]
+            # Straight through rounding: what the working copy gets is the master's.
+            self._master.gradient.add_(self._working.gradient)
         self._stats.forward_seconds += middle - started
         self._stats.backward_seconds += time.perf_counter() - middle
         return logp.detach()
@@ -169,20 +175,23 @@ class ReferenceTrainer:
     def _logp(self, batch: Batch, *, guided: bool, temperature: float, version: int) -> Tensor:
         self._refresh()
         started = time.perf_counter()
-        micro = MicroBatch(batch.trajectories, self._table, self._audit_table, self._device)
+        micro = MicroBatch(batch.trajectories, self._table, self._audit_table, self._uploads)
         self._stats.unpack_seconds += time.perf_counter() - started
         how = (self._plan, self.spec.quantization, micro, self._stats)
         treatments = Treatments(*how, guided=guided, version=version)
         attention = WholeSequences(self.shape, micro.lengths, self._device)
         model = self._working.model
-        hidden_NH = model(micro.tokens_N, attention, TrainerHooks(self.shape, treatments))
+        with self._flags:
+            hidden_NH = model(micro.tokens_N, attention, TrainerHooks(self.shape, treatments))
         logits_MV = model.logits(hidden_NH.index_select(0, micro.predicting_M)) / temperature
         logp_M = -functional.cross_entropy(logits_MV, micro.targets_M, reduction="none")
-        if not bool(logp_M.isfinite().all()):
-            self._explain(micro, Treatments(*how, guided=guided, version=version, check=True))
         batch_size, width = micro.size
         logp = logp_M.new_zeros(batch_size * width).index_put((micro.places_M,), logp_M)
-        return logp.view(batch_size, width)
+        logp = logp.view(batch_size, width).cpu()  # losses are the host's, which waits here
+        self._flags.check()
+        if not bool(logp.isfinite().all()):
+            self._explain(micro, Treatments(*how, guided=guided, version=version, check=True))
+        return logp
 
     @torch.no_grad()
     def _explain(self, micro: MicroBatch, treatments: Treatments) -> None:
@@ -217,13 +226,15 @@ class ReferenceTrainer:
         gradient = self._master.gradient
         if _distributed():
             dist.all_reduce(gradient)
-        norm = float(torch.linalg.vector_norm(gradient))
-        if norm < float("inf"):
-            if self._clip is not None and norm > self._clip:
-                gradient.mul_(self._clip / norm)
-            self._optimizer.step(gradient)
-            self._stale = True
-        gradient.zero_()
+        with self._gpu_time.timed():
+            norm = float(torch.linalg.vector_norm(gradient))
+            if norm < float("inf"):
+                if self._clip is not None and norm > self._clip:
+                    gradient.mul_(self._clip / norm)
+                self._optimizer.step(gradient)
+                self._stale = True
+            gradient.zero_()
+        self._gpu_time.settle()
         self._stats.update_seconds += time.perf_counter() - started
         return norm
 
@@ -237,7 +248,7 @@ class ReferenceTrainer:
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Weights by Hugging Face's names, in compute dtype: what the rollout gets and the trainer uses."""
-        yield from self._hf(self._master.values.to(self._dtype)).items()
+        yield from self._hf(self._master.values.to(self._dtype).cpu()).items()
 
     def _refresh(self) -> None:
         """Bring the working copy up to date, once a version: round to compute dtype, then quantise that."""
@@ -254,17 +265,21 @@ class ReferenceTrainer:
     # -- checkpoints ----------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:
-        """FP32 weights, both moments, and the number of updates, by Hugging Face's names under a prefix."""
+        """FP32 weights, both moments, and the number of updates, by Hugging Face's names under a prefix.
+
+        Of tensors on the host.
+        """
         state = {"updates": torch.tensor(self._optimizer.updates)}
         for prefix, flat in self._flat_state().items():
-            state |= {f"{prefix}/{name}": view.clone() for name, view in self._hf(flat).items()}
+            host = torch.empty(flat.shape, dtype=flat.dtype).copy_(flat)
+            state |= {f"{prefix}/{name}": view.clone() for name, view in self._hf(host).items()}
         return state
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Continue from `state` (`TrainerEngine.load_state`)."""
         if "updates" not in state:
             raise InputError("the checkpoint has no number of updates; resume from another checkpoint")
-        read = {prefix: torch.zeros_like(flat) for prefix, flat in self._flat_state().items()}
+        read = {prefix: torch.zeros_like(flat, device="cpu") for prefix, flat in self._flat_state().items()}
         for prefix, flat in read.items():
             named = {
                 name.removeprefix(prefix + "/"): tensor
@@ -288,6 +303,11 @@ class ReferenceTrainer:
 
     def cut(self, name: str) -> None:
         """Every rank holds all weights whole (`TrainerEngine.cut`)."""
+
+    def gpu_seconds(self) -> float:
+        """What passes and updates took of the GPU (`TrainerEngine.gpu_seconds`)."""
+        self._gpu_time.settle()
+        return self._gpu_time.seconds
 
     def stats(self) -> EngineStats:
         """Sums since the last call."""
