@@ -561,8 +561,8 @@ METRICS: tuple[MetricSpec, ...] = (
         "gauge",
         "ratio",
         ("bound",),
-        "What records cost by steps that were done without them as well, in CPU time over that of the whole "
-        "step, with its 95 % interval; absent without spec.observe.baselineEvery.",
+        "What records cost by steps that were done without them as well, in CPU time (with GPUs: in theirs) "
+        "over that of the whole step, with its 95 % interval; absent without spec.observe.baselineEvery.",
         _TRAINER,
         (("estimate", "low", "high"),),
     ),

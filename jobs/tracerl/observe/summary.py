@@ -389,8 +389,8 @@ def facts(summary: Summary) -> list[tuple[str, str]]:
         lines.append(
             (
                 "Overhead, A/B",
-                f"{text.share(found.ratio)} of CPU time; 95 % {interval}, over {found.pairs} steps that were "
-                "done without records as well",
+                f"{text.share(found.ratio)} of a step's time; 95 % {interval}, over {found.pairs} steps that "
+                "were done without records as well",
             )
         )
     counts = f"{summary.restarts} of rollouts, {summary.store_restarts} of record stores"

@@ -5,7 +5,8 @@ recorded, with the same weights and the same seeds and so with the same tokens, 
 step without guidance: every site rounds to nearest, the live router chooses, and no pass is there for the
 ratio alone. That update is thrown away, so that the run is what it would be without baselines. Which side
 comes first alternates: what the second one finds warm favours neither. Time is the CPU time of the processes,
-which other work on the machine changes little.
+which other work on the machine changes little; where both roles have a GPU, what their passes take of it, by
+CUDA events.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Pair:
         engine: LeadingEngine,
         learner: Learner,
         groups: Callable[[Sequence[int]], Awaitable[list[Group]]],
-        cpu_seconds: Callable[[], Awaitable[float | None]],
+        taken_seconds: Callable[[], Awaitable[float | None]],
         *,
         version: int,
         indices: Sequence[int],
@@ -56,10 +57,10 @@ class Pair:
     ) -> None:
         """`engine` and `learner` train without records; `groups` generates without them.
 
-        `cpu_seconds`: of rollouts, record stores and trainer so far; None when one does not answer.
+        `taken_seconds`: of rollouts, record stores and trainer so far; None when one does not answer.
         """
         self._around, self._engine, self._learner, self._groups = around, engine, learner, groups
-        self._cpu_seconds = cpu_seconds
+        self._taken_seconds = taken_seconds
         self._version, self._parts = version, by_replica(indices, replicas)
         self._bare_first = bare_first
         self._before: dict[str, Tensor] = {}
@@ -131,8 +132,8 @@ class Pair:
         return sorted((group for part in found for group in part), key=lambda group: group.index)
 
     async def _lap(self) -> float | None:
-        """CPU time since the last call; None when it cannot be known."""
-        before, self._mark = self._mark, await self._cpu_seconds()
+        """Time since the last call; None when it cannot be known."""
+        before, self._mark = self._mark, await self._taken_seconds()
         # A process that was started again begins from 0.
         return None if before is None or self._mark is None or self._mark < before else self._mark - before
 

@@ -402,19 +402,25 @@ class _Loop:
             self._bare,
             Learner(self._bare, replace(self._plan, guided=False), self._spec),
             partial(generator.groups, record=False),
-            partial(self._cpu_seconds, rollouts),
+            partial(self._taken_seconds, rollouts),
             version=version,
             indices=range(version * size, (version + 1) * size),
             replicas=len(rollouts),
             bare_first=(version + 1) // self._spec.observe.baseline_every % 2 == 1,
         )
 
-    async def _cpu_seconds(self, rollouts: Rollouts) -> float | None:
-        """CPU time of rollouts, record stores and this process so far; None when one does not answer."""
+    async def _taken_seconds(self, rollouts: Rollouts) -> float | None:
+        """CPU time of rollouts, record stores and this process so far; None when one does not answer.
+
+        Where both roles have GPUs, what they took of those.
+        """
+        of_gpu = self._spec.rollout.gpus_per_node > 0
         try:
-            rollout = await rollouts.cpu_seconds()
+            rollout = await rollouts.seconds(of_gpu=of_gpu)
         except RolloutError:
             return None
+        if of_gpu:
+            return rollout + await self.compute(self._bare.gpu_seconds)
         store = (await asyncio.to_thread(self._source.usage)).cpu_seconds
         return rollout + store + time.process_time()
 

@@ -360,6 +360,10 @@ class LeadingEngine:
             _send(rank, {"op": "load_state", "names": list(state)}, list(state.values()))
         self._engine.load_state(state)
 
+    def gpu_seconds(self) -> float:
+        """Of this process (`TrainerEngine.gpu_seconds`)."""
+        return self._engine.gpu_seconds()
+
     def stats(self) -> EngineStats:
         """Counts summed over all ranks; seconds of the rank that took longest, since ranks work at once."""
         self._tell("stats")

@@ -159,10 +159,10 @@ class Rollouts:
             lost.cancel()
             call.cancel()
 
-    async def cpu_seconds(self) -> float:
-        """CPU time of all replicas' processes so far. RolloutError when one does not say it."""
+    async def seconds(self, *, of_gpu: bool) -> float:
+        """CPU time of all replicas' processes so far, or what they took of their GPUs. RolloutError."""
         infos = await asyncio.gather(*(replica.client.info() for replica in self._replicas))
-        return sum(info.cpu_seconds or 0.0 for info in infos)
+        return sum((info.gpu_seconds if of_gpu else info.cpu_seconds) or 0.0 for info in infos)
 
     async def push(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Give all replicas the weights of a version; what runs is retracted and goes on with them.

@@ -211,7 +211,7 @@ class Overhead(_Record):
 
 
 class BaselineOverhead(_Record):
-    """What a step takes with records that it does not take without, as a share of it, in CPU time.
+    """What a step takes with records that it does not take without, as a share of it, in CPU time or a GPU's.
 
     The interval is of 95 %: `tracerl.rl.intervals.ratio_of_sums` over the pairs.
     """
@@ -225,7 +225,8 @@ class BaselineOverhead(_Record):
 class Baseline(_Record):
     """A step that was also done without records, on the same prompts and weights: CPU seconds.
 
-    They are those of rollouts, record stores and trainer. Both sides generate, score and train, and the
+    They are those of rollouts, record stores and trainer; where rollout and trainer have a GPU, what their
+    passes took of it. Both sides generate, score and train, and the
     update of the side without is thrown away. Neither side has evaluation and checkpoint.
     """
 

@@ -103,5 +103,5 @@ def test_what_the_pairs_say_is_the_last_steps_in_summary_and_table(tmp_path: Pat
     assert (
         shown.replace("\N{NO-BREAK SPACE}", " ")
         .replace("\N{NARROW NO-BREAK SPACE}", " ")
-        .startswith("5.2 % of CPU time; 95 % 3.1 % to 7.3 %, over 4 steps")
+        .startswith("5.2 % of a step's time; 95 % 3.1 % to 7.3 %, over 4 steps")
     )
