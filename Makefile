@@ -81,6 +81,11 @@ test-engine-pairs: install .cache/engines/sglang/installed .cache/engines/megatr
 	TRACERL_ROLLOUT_PYTHON=$(call ENGINE,sglang) TRACERL_TRAINER_PYTHON=$(call ENGINE,megatron) \
 		$(RUN) python -m pytest -c tests/engines/pytest.ini tests/engines/test_loop_*.py
 
+.PHONY: test-gpu
+test-gpu: install ## Kernels and the reference engine on an NVIDIA GPU, two minutes
+	@$(RUN) python -c "import sys, torch; sys.exit(not torch.cuda.is_available())" || { echo "make: PyTorch sees no GPU here: run these tests on a machine with an NVIDIA GPU and its driver"; exit 1; }
+	$(RUN) pytest -c tests/gpu/pytest.ini tests/gpu
+
 .PHONY: test-transport
 test-transport: install ## Kills, corruption and soak of the record store, and the object store on a real S3 server
 	@command -v strace >/dev/null || { echo "make: strace is needed to kill processes at their system calls: install it (Debian: apt-get install strace) and try again"; exit 1; }

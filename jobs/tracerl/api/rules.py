@@ -765,13 +765,18 @@ def gpu_split(facts: Facts) -> Iterator[Fault]:
 
 @_rule(Level.START, "spec.rollout.gpusPerNode", "spec.trainer.gpusPerNode")
 def gpus_are_there(facts: Facts) -> Iterator[Fault]:
-    """The machine has the GPUs of both roles, on all nodes that it stands in for."""
-    spec = facts.spec
-    wanted = sum(role.nodes * role.gpus_per_node for role in (spec.rollout, spec.trainer))
+    """The machine has the GPUs of both roles on all nodes that it stands in for; Reference engines share."""
+    rollout, trainer = facts.spec.rollout, facts.spec.trainer
+    shared = rollout.engine is RolloutEngine.REFERENCE and trainer.engine is TrainerEngine.REFERENCE
+    wanted = (
+        max(rollout.gpus_per_node, trainer.gpus_per_node)
+        if shared
+        else sum(role.nodes * role.gpus_per_node for role in (rollout, trainer))
+    )
     if facts.machine is not None and wanted > facts.machine.gpus:
-        path = "spec.rollout.gpusPerNode" if facts.spec.rollout.gpus_per_node else "spec.trainer.gpusPerNode"
+        path = "spec.rollout.gpusPerNode" if rollout.gpus_per_node else "spec.trainer.gpusPerNode"
         problem = f"and the other role's ask for {wanted} GPUs, but this machine has {facts.machine.gpus}"
-        yield Fault(path, problem, f"write at most {facts.machine.gpus} together")
+        yield Fault(path, problem, f"write at most {facts.machine.gpus}{'' if shared else ' together'}")
 
 
 @_rule(Level.API, "spec.rollout.resources", "spec.trainer.resources")

@@ -36,7 +36,6 @@ class Only:
     engine: RolloutEngine | TrainerEngine | None = None
 
 
-_CPU = "it computes on CPUs"
 _ONE_PROCESS = "it is one process"
 _WHOLE_MODEL = "every trainer process holds the whole model"
 _WHOLE_ROWS = "every trainer process computes whole trajectories"
@@ -48,8 +47,8 @@ SUPPORTED: tuple[Only, ...] = (
         "spec.trainer.engine", (TrainerEngine.REFERENCE, TrainerEngine.MEGATRON), "it has no adapter of verl"
     ),
     Only("spec.rollout.nodesPerReplica", (1,), "a rollout server is of one node"),
-    Only("spec.rollout.gpusPerNode", (0,), _CPU, _ROLLOUT),
-    Only("spec.trainer.gpusPerNode", (0,), _CPU, _TRAINER),
+    Only("spec.rollout.gpusPerNode", (0, 1), _ONE_PROCESS, _ROLLOUT),
+    Only("spec.trainer.gpusPerNode", (0, 1), _ONE_PROCESS, _TRAINER),
     Only("spec.rollout.parallelism.tensor", (1,), _ONE_PROCESS, _ROLLOUT),
     Only("spec.rollout.parallelism.expert", (1,), _ONE_PROCESS, _ROLLOUT),
     Only("spec.rollout.parallelism.data", (1,), _ONE_PROCESS, _ROLLOUT),
@@ -132,6 +131,11 @@ def _refuse_baseline(facts: Facts) -> Iterator[Fault]:
         ),
         (trainer.engine is _TRAINER, "spec.trainer.engine: Reference", "a trainer that is one process"),
         (trainer.parallelism.data == 1, "spec.trainer.parallelism.data: 1", "a trainer that is one process"),
+        (
+            (rollout.gpus_per_node > 0) == (trainer.gpus_per_node > 0),
+            "spec.trainer.gpusPerNode as the rollout's",
+            "GPUs on both sides or on none",
+        ),
     )
     for met, wanted, why in needs:
         if not met:
@@ -192,7 +196,8 @@ SUPPORT_RULES: tuple[Rule, ...] = (
         Level.START,
         ("spec.observe.baselineEvery",),
         f"Synchronous jobs (`maxVersionDiff: 0`, `staleness: Wait`) of at least {BASELINE_PAIRS} such steps, "
-        "without audits, whose engines are Reference and whose trainer is one process.",
+        "without audits, whose engines are Reference, with GPUs on both sides or on none, and whose trainer "
+        "is one process.",
         _refuse_baseline,
     ),
     Rule(

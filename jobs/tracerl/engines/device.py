@@ -13,10 +13,10 @@ from tracerl.api.errors import InputError
 _CPU = torch.device("cpu")
 
 
-def device_of(gpus: int, field: str) -> torch.device:
-    """Give the CPU for no GPUs, and else the first GPU that this process sees; InputError when it sees none.
+def device_of(gpus: int, field: str, index: int = 0) -> torch.device:
+    """Give the CPU for no GPUs, and else one of those that this process sees, from now on its current one.
 
-    `field` is the manifest's that asks for them.
+    `field` is the manifest's that asks for them. InputError when the process does not see so many.
     """
     if not gpus:
         return _CPU
@@ -26,7 +26,15 @@ def device_of(gpus: int, field: str) -> torch.device:
             f"{field} is {gpus}, but PyTorch {torch.__version__} sees no GPU here{build}; write 0, or use a "
             "machine with an NVIDIA GPU, its driver and PyTorch for CUDA"
         )
-    return torch.device("cuda", torch.cuda.current_device())
+    here = torch.cuda.device_count()
+    if index >= here:
+        raise InputError(
+            f"{field} is {gpus}, and this process is to compute on GPU {index} (from 0), but there are "
+            f"{here} here; write fewer, or give the container as many"
+        )
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

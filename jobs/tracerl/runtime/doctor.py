@@ -93,7 +93,7 @@ def examine(job: TraceRLJob | None = None) -> Iterator[Check]:
         f"for tasks reasoning_gym/…: {how_to_install('tasks')}",
         needed=False,
     )
-    yield _gpu()
+    yield _gpu(job)
     if job is not None:
         yield from _places_of_records(job)
 
@@ -193,16 +193,19 @@ def _cache() -> Check:
     return _checked("cache", free, path, _DISK, remedy)
 
 
-def _gpu() -> Check:
-    remedy = "not needed: the reference engines compute on the CPU"
+def _gpu(job: TraceRLJob | None) -> Check:
+    needed = job is not None and job.spec.rollout.gpus_per_node + job.spec.trainer.gpus_per_node > 0
+    remedy = "not needed where spec.rollout.gpusPerNode and spec.trainer.gpusPerNode are 0"
+    if needed:
+        remedy = "install the driver and PyTorch for CUDA, or write 0 for both gpusPerNode"
     if importlib.util.find_spec("torch") is None:
-        return Check("GPU", False, "unknown without torch", remedy, needed=False)
+        return Check("GPU", False, "unknown without torch", remedy, needed=needed)
     try:
         cuda = importlib.import_module("torch").cuda
         names = [cuda.get_device_name(index) for index in range(cuda.device_count())]
     except (ImportError, OSError, RuntimeError) as error:
-        return Check("GPU", False, first_line(error), remedy, needed=False)
-    return Check("GPU", bool(names), ", ".join(names) or "none", remedy, needed=False)
+        return Check("GPU", False, first_line(error), remedy, needed=needed)
+    return Check("GPU", bool(names), ", ".join(names) or "none", remedy, needed=needed)
 
 
 def _engines(job: TraceRLJob) -> Iterator[Check]:

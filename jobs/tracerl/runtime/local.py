@@ -162,6 +162,7 @@ def process_specs(resolved: ResolvedJob) -> list[ProcessSpec]:
     InputError when the interpreter of a role is named and not there.
     """
     layout, spec = resolved.layout, resolved.job.spec
+    gpus = _gpus(resolved, _visible_gpus())
 
     def process(name: str, group: str, threads: int, *leaves: Path) -> ProcessSpec:
         role = name.partition("-")[0]
@@ -170,7 +171,7 @@ def process_specs(resolved: ResolvedJob) -> list[ProcessSpec]:
             group,
             module_arguments(f"tracerl.runtime.{role}_main", str(layout.job), name, python=interpreter(role)),
             layout.log(name),
-            _environment(threads),
+            {**_environment(threads), **gpus.get(name, {})},
             # A server that comes back listens elsewhere: nobody must ask whoever has the old port by then.
             leaves=[layout.endpoints / f"{name}.json", *leaves],
         )
@@ -188,6 +189,31 @@ def process_specs(resolved: ResolvedJob) -> list[ProcessSpec]:
             for e in resolved.endpoints.trainer
         ),
     ]
+
+
+def _visible_gpus() -> list[str]:
+    """GPUs of this machine that processes may use, by the names that CUDA knows them by."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return [str(index) for index in range(Machine.here().gpus)]
+    return [name.strip() for name in chosen.split(",") if name.strip()]
+
+
+def _gpus(resolved: ResolvedJob, visible: Sequence[str]) -> dict[str, dict[str, str]]:
+    """The environment that shows each process its GPUs: rollouts the first ones, then trainers one each.
+
+    Where there are fewer than are asked for, which only the Reference engines may, processes share them.
+    """
+    spec, endpoints, taken = resolved.job.spec, resolved.endpoints, 0
+    asked = [(endpoint.name, spec.rollout.gpus_per_node) for endpoint in endpoints.rollout]
+    asked += [(endpoint.name, min(1, spec.trainer.gpus_per_node)) for endpoint in endpoints.trainer]
+    found = {}
+    for name, count in asked:
+        if count and visible:
+            mine = [visible[(taken + index) % len(visible)] for index in range(count)]
+            found[name] = {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
+            taken += count
+    return found
 
 
 def _environment(threads: int) -> Mapping[str, str]:

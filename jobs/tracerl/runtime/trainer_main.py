@@ -147,28 +147,14 @@ def _published(server: MetricsServer, directory: Path, name: str) -> Iterator[No
 
 
 def _device(resolved: ResolvedJob, rank: int) -> torch.device:
-    """Take the GPU of a rank, the only one that this process computes on, or the CPU.
+    """Take the CPU, or the one GPU that this process computes on.
 
-    In a pod the trainer's GPUs are counted from 0; on one machine they come after those of the rollouts.
+    A pod's processes all see its GPUs; on one machine each is shown its own.
     """
-    import torch  # noqa: PLC0415
+    from tracerl.engines.device import device_of  # noqa: PLC0415
 
-    rollout, trainer = resolved.job.spec.rollout, resolved.job.spec.trainer
-    if not trainer.gpus_per_node:
-        return torch.device("cpu")
-    if resolved.on_cluster:
-        index = rank % trainer.gpus_per_node
-    else:
-        index = rollout.nodes * rollout.gpus_per_node + rank
-    here = torch.cuda.device_count()
-    if index >= here:
-        raise InputError(
-            f"spec.trainer.gpusPerNode: trainer-{rank} is to compute on GPU {index} (from 0), but there are "
-            f"{here} here; write fewer, or give the container as many"
-        )
-    device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
-    return device
+    gpus = resolved.job.spec.trainer.gpus_per_node
+    return device_of(gpus, "spec.trainer.gpusPerNode", rank % gpus if gpus and resolved.on_cluster else 0)
 
 
 def _engine(resolved: ResolvedJob, device: torch.device) -> TrainerEngine:
@@ -190,7 +176,7 @@ def _engine(resolved: ResolvedJob, device: torch.device) -> TrainerEngine:
         return MegatronTrainer(shape, spec, weights, device=device)
     from tracerl.engines.reference.trainer import ReferenceTrainer  # noqa: PLC0415
 
-    return ReferenceTrainer(shape, spec, weights)
+    return ReferenceTrainer(shape, spec, weights, device)
 
 
 if __name__ == "__main__":

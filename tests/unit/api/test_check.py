@@ -398,14 +398,14 @@ BAD: list[tuple[list[str], str, str]] = [
     # what this version does not run
     (["spec.trainer.engine=Verl"], "spec.trainer.engine", "write Reference or Megatron"),
     (
-        ["spec.rollout={gpusPerNode: 1}", "spec.placement.colocation=None"],
+        ["spec.rollout={gpusPerNode: 2, parallelism: {tensor: 2}}", "spec.placement.colocation=None"],
         "spec.rollout.gpusPerNode",
-        "is 1, which this version does not run with Reference (it computes on CPUs); write 0",
+        "is 2, which this version does not run with Reference (it is one process); write 0 or 1",
     ),
     (
-        ["spec.trainer={gpusPerNode: 1}", "spec.placement.colocation=None"],
+        ["spec.trainer={gpusPerNode: 2, parallelism: {data: 2}}", *APART],
         "spec.trainer.gpusPerNode",
-        "does not run with Reference",
+        "is 2, which this version does not run with Reference (it is one process); write 0 or 1",
     ),
     (
         ["spec.rollout.nodes=2", "spec.rollout.nodesPerReplica=2", "spec.placement.colocation=None"],
@@ -490,6 +490,11 @@ BAD: list[tuple[list[str], str, str]] = [
         "spec.observe.baselineEvery",
         "or spec.trainer.parallelism.data: 1",
     ),
+    (
+        ["spec.observe.baselineEvery=2", "spec.trainer.gpusPerNode=1", "spec.placement.colocation=None"],
+        "spec.observe.baselineEvery",
+        "comparing steps needs GPUs on both sides or on none; write 0, or spec.trainer.gpusPerNode as",
+    ),
     (["spec.model.uri=hf://Qwen/Qwen3-30B-A3B"], "spec.model.uri", "write builtin://NAME, or file:///PATH"),
 ]
 
@@ -542,6 +547,11 @@ ON_A_MACHINE = [
         ["spec.rollout={gpusPerNode: 2, parallelism: {tensor: 2}}", "spec.placement.colocation=None"],
         "spec.rollout.gpusPerNode",
         "this machine has 0",
+    ),
+    (
+        ["spec.rollout.gpusPerNode=1", "spec.trainer.gpusPerNode=1"],
+        "spec.rollout.gpusPerNode",
+        "ask for 1 GPUs, but this machine has 0; write at most 0",
     ),
     ([], "spec.transport.ring.size", "write at most 64Mi"),
     (
@@ -630,6 +640,13 @@ def test_every_rule_is_broken_by_some_manifest(manifest: dict[str, Any]) -> None
             facts = Facts(job.spec, shape, machine)
             broken |= {rule.name for rule in (*RULES, *SUPPORT_RULES) if list(rule.check(facts))}
     assert {rule.name for rule in (*RULES, *SUPPORT_RULES)} == broken
+
+
+@pytest.mark.parametrize(("trainer", "fault"), [("Reference", False), ("Megatron", True)])
+def test_reference_engines_alone_share_a_gpu(manifest: dict[str, Any], trainer: str, fault: bool) -> None:
+    changes = ["spec.rollout.gpusPerNode=1", f"spec.trainer={{gpusPerNode: 1, engine: {trainer}}}"]
+    found = check(apply_overrides(manifest, changes), machine=Machine(gpus=1, shared_memory=2**40))
+    assert ("spec.rollout.gpusPerNode" in {one.path for one in found}) == fault
 
 
 @pytest.mark.parametrize(("overrides", "path", "fragment"), ON_A_MACHINE, ids=lambda value: str(value)[:60])

@@ -71,6 +71,19 @@ def test_the_processes_and_their_environment(monkeypatch, tmp_path, before, afte
         assert resolved.token() not in " ".join([*process.arguments, *process.env.values()])
 
 
+@pytest.mark.parametrize(
+    ("visible", "rollout", "trainer"),
+    [("0", "0", "0"), ("0,1", "0", "1"), ("5, GPU-8c1,7", "5", "GPU-8c1"), ("", None, None)],
+)
+def test_processes_see_a_gpu_each_as_far_as_there_are_enough(
+    monkeypatch, tmp_path, visible, rollout, trainer
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    resolved = rundir.start_run(job(rollout={"gpusPerNode": 1}, trainer={"gpusPerNode": 1}), tmp_path)
+    found = [process.env.get("CUDA_VISIBLE_DEVICES") for process in local.process_specs(resolved)]
+    assert found == [None, rollout, trainer]
+
+
 def test_a_store_that_ended_gives_its_memory_back(tmp_path):
     """Before the next one takes as much; the trainers' meeting place goes with the trainers."""
     resolved = rundir.start_run(job(), tmp_path)
