@@ -231,6 +231,21 @@ def test_a_step_on_the_gpu_is_the_cpus(rollout, dtype):
     assert norms[1] == pytest.approx(norms[0], rel=1e-3 if dtype == "Float32" else 0.05)
 
 
+def test_what_was_looked_ahead_for_changes_nothing(rollout):
+    """Passes over micro-batches that were uploaded during the pass before, in any order, and once more."""
+    spec = spec_of(dtype="BFloat16")
+    one = rollout(spec)
+    wanted = asks(24)
+    trajectories = trajectories_of(one, wanted, one.generate(*wanted), audit=False)
+    batches = [trajectories[:8], trajectories[8:16], trajectories[16:]]
+    plain, ahead = (ReferenceTrainer(SHAPE, spec, weights_of(0), "cuda") for _ in range(2))
+    how = {"guided": True, "temperature": 1.0, "version": 0}
+    for this, after in ((0, 1), (1, 2), (2, 2), (2, 0), (1, 0)):
+        expected = plain.forward(Batch(batches[this]), **how)
+        found = ahead.forward(Batch(batches[this], lambda after=after: batches[after]), **how)
+        assert torch.equal(found, expected)
+
+
 def test_grouped_experts_are_the_padded_ones():
     """BF16 on the GPU takes products of groups; FP32 of the same values is what they are rounded from."""
     generator = torch.Generator().manual_seed(0)

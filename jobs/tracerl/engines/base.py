@@ -42,6 +42,8 @@ class Batch:
     """A micro-batch: trajectories that go through the model together. The engine packs or pads them."""
 
     trajectories: list[Trajectory]
+    upcoming: Callable[[], list[Trajectory]] = list
+    """What the next pass will most likely take, with its records; nothing as long as they are not loaded."""
 
     @property
     def max_response(self) -> int:

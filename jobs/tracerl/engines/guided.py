@@ -58,7 +58,7 @@ class MicroBatch:
     """A batch of trajectories as one stream of rows, trajectory by trajectory, with its records.
 
     It may hold none, on a rank that only takes part in what others compute. It is copied to the device of
-    `uploads` beside what is computed there; what is computed after it was made finds it there.
+    `uploads` beside what is computed there; what is computed after `arrive` finds it there.
     """
 
     def __init__(
@@ -82,6 +82,7 @@ class MicroBatch:
         self.audit = self._audit(trajectories, audit_table, uploads)
 
         self.size = (batch, max(response_B.tolist(), default=0))
+        self._uploads, self._trajectories = uploads, list(trajectories)
         trajectory_M = torch.arange(batch).repeat_interleave(response_B)
         step_M = torch.arange(len(trajectory_M)) - (response_B.cumsum(0) - response_B)[trajectory_M]
         target_M = (end_B - response_B)[trajectory_M] + step_M
@@ -91,7 +92,20 @@ class MicroBatch:
         """int64 [M]: rows that predict a response token, trajectory by trajectory."""
         self.places_M: Tensor = uploads.put(trajectory_M * self.size[1] + step_M)
         """int64 [M]: where their log-probs go in [B, R], flattened."""
-        uploads.join()
+
+    def arrive(self) -> None:
+        """Let what is computed from now on wait until it is there."""
+        self._uploads.join()
+
+    def holds(self, trajectories: Sequence[Trajectory]) -> bool:
+        """Whether it was made of these trajectories with these records."""
+        return len(trajectories) == len(self._trajectories) and all(
+            one.id == other.id
+            and one.tokens is other.tokens
+            and one.records is other.records
+            and one.audit is other.audit
+            for one, other in zip(trajectories, self._trajectories, strict=True)
+        )
 
     def _audit(self, trajectories: Sequence[Trajectory], table: SiteTable, uploads: Uploads) -> _Audit | None:
         audited = [i for i, t in enumerate(trajectories) if t.audit is not None]

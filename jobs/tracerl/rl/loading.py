@@ -146,6 +146,22 @@ class RecordLoader:
             for t in trajectories
         ]
 
+    def upcoming(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """Return the micro-batch after this one with its records, if all of them are loaded: else nothing.
+
+        Waits for nothing, and counts nothing: a pass that needs them calls `load`.
+        """
+        with self._changed:
+            after = self._next.get(trajectories[0].id, ()) if trajectories else ()
+            found = [self._ahead.items.get(t.id) or self._used.items.get(t.id) for t in after]
+        loaded = [one for one in found if one is not None]
+        if len(loaded) < len(after):
+            return []
+        return [
+            replace(t, records=one.record.records, audit=one.audit.records)
+            for t, one in zip(after, loaded, strict=True)
+        ]
+
     def prefetch(self, trajectories: Sequence[Trajectory]) -> None:
         """Load in the background what a later step needs, as long as half of the cache is enough for that."""
         with self._changed:
@@ -421,6 +437,10 @@ class NoRecords:
     def load(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """Return the trajectories as they are."""
         return list(trajectories)
+
+    def upcoming(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:  # noqa: ARG002
+        """Nothing is loaded ahead."""
+        return []
 
     def take_counts(self) -> RecordCounts:
         """Nothing is counted."""

@@ -242,7 +242,8 @@ class LeadingEngine:
         for rank in self._others:
             message, tensors = _pack([batch.trajectories[index] for index in hands[rank]])
             _send(rank, {"op": op, "speaks": rank in self._firsts, **message, **values}, tensors)
-        own = Batch(self._loader.load([batch.trajectories[index] for index in hands[_LEADER]]))
+        mine = [batch.trajectories[index] for index in hands[_LEADER]]
+        own = Batch(self._loader.load(mine), partial(self._loader.upcoming, mine))
         if self._engine.sharded:
             # One that failed would not come into the pass, where the others would wait for it.
             for rank in self._others:

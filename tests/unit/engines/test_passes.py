@@ -1,14 +1,18 @@
 """What a GPU computes by other ways, on the CPU: a step that lies still, rows from a buffer, uploads."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from rollout_builders import SHAPE, spec_of, weights_of
 
 from tracerl.api.errors import InputError
+from tracerl.engines.base import Trajectory
 from tracerl.engines.capture import Arriving, Captured, _DevicePacker, _HostPacker, held_sites
 from tracerl.engines.device import Uploads, device_of
 from tracerl.engines.frames import NO_ZERO_BLOCKS
+from tracerl.engines.guided import MicroBatch
 from tracerl.engines.reference import kernels
 from tracerl.engines.reference.capture import CaptureHooks, RowBuffer
 from tracerl.engines.reference.model import KVCache, MoEModel
@@ -139,6 +143,22 @@ def test_products_of_groups_are_those_of_padded_experts(second):
         found.append((out, *torch.autograd.grad(out, (*leaves, weights), gradient.bfloat16())))
     for one, other in zip(*found, strict=True):
         assert (one - other).abs().max() <= 0.01 * one.abs().max()
+
+
+def test_a_micro_batch_is_that_of_the_same_trajectories_with_the_same_records():
+    spec = spec_of()
+    table = site_table(SHAPE, spec)
+
+    def trajectory(id, count=4):
+        return Trajectory(id, torch.arange(count), 2, torch.zeros(count - 2), [0] * (count - 2))
+
+    pair = [trajectory("a"), trajectory("b", 5)]
+    micro = MicroBatch(pair, table, table, Uploads("cpu"))
+    assert micro.holds(pair)
+    assert micro.holds([replace(one) for one in pair])
+    assert not micro.holds(pair[:1])
+    assert not micro.holds([pair[0], trajectory("b", 5)])  # other tokens
+    assert not micro.holds([pair[0], replace(pair[1], records=object())])
 
 
 def test_uploads_to_the_cpu_leave_tensors_where_they_are():

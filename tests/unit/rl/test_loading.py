@@ -292,6 +292,24 @@ def test_the_next_micro_batch_is_loaded_while_one_is_used(world: World) -> None:
     assert world.source.times(batches[0][0]) == 2
 
 
+def test_what_comes_next_is_there_without_a_wait_or_a_count_once_it_is_loaded(world: World) -> None:
+    batches = [world.group(name, 2) for name in "ab"]
+    loader = world.loader()
+    assert loader.upcoming(batches[0]) == loader.upcoming([]) == []
+    loader.announce(batches)
+    world.check(loader.load(batches[0]))
+    until(lambda: len(loader.upcoming(batches[0])) == 2)
+    upcoming = loader.upcoming(batches[0])
+    world.check(upcoming)
+    assert loader.take_counts().rows == 24
+    loaded = loader.load(batches[1])
+    assert [one.records for one in loaded] == [one.records for one in upcoming]
+    assert all(one.records is other.records for one, other in zip(loaded, upcoming, strict=True))
+    assert loader.take_counts().rows == 24
+    # Behind the last one comes the first of the next pass.
+    assert [one.id for one in loader.upcoming(batches[1])] == [one.id for one in batches[0]]
+
+
 def test_prefetching_ends_where_half_of_the_cache_is_full(world: World) -> None:
     groups = [world.group(str(number), 1) for number in range(8)]
     one = sum(world.sizes[entry.handle] for entry in groups[0][0].entries)

@@ -213,6 +213,7 @@ class MegatronTrainer:
             self._refresh()
         started = time.perf_counter()
         micro = MicroBatch(batch.trajectories, self._table, self._audit_table, Uploads(self._device))
+        micro.arrive()
         self._stats.unpack_seconds += time.perf_counter() - started
         how = (self._plan, self.spec.quantization, micro, self._stats)
         treatments = Treatments(*how, guided=guided, version=version)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch.nn import functional
 from tracerl.api.errors import InputError, first_line
 from tracerl.api.job import DType, Optimizer, Spec, TensorScaleRule
 from tracerl.api.model import ModelShape
-from tracerl.engines.base import Batch, EngineStats, Loss
+from tracerl.engines.base import Batch, EngineStats, Loss, Trajectory
 from tracerl.engines.device import GpuTime, Uploads
 from tracerl.engines.guided import MicroBatch, Treatments
 from tracerl.engines.reference.model import MoEModel, PlainHooks, WholeSequences
@@ -112,6 +112,8 @@ class ReferenceTrainer:
         self._device = torch.device(device)
         self._uploads, self._flags = Uploads(self._device), NonFiniteFlags(self._device)
         self._gpu_time = GpuTime(self._device)
+        self._ahead: MicroBatch | None = None
+        """The micro-batch of the next pass, already on its way to the device."""
         self._plan = plan(spec, shape)
         self._table, self._audit_table = site_table(shape, spec), audit_table(shape, spec)
         self._dtype = torch.bfloat16 if spec.model.dtype is DType.BFLOAT16 else torch.float32
@@ -175,7 +177,8 @@ class ReferenceTrainer:
     def _logp(self, batch: Batch, *, guided: bool, temperature: float, version: int) -> Tensor:
         self._refresh()
         started = time.perf_counter()
-        micro = MicroBatch(batch.trajectories, self._table, self._audit_table, self._uploads)
+        micro = self._micro_batch(batch.trajectories)
+        micro.arrive()
         self._stats.unpack_seconds += time.perf_counter() - started
         how = (self._plan, self.spec.quantization, micro, self._stats)
         treatments = Treatments(*how, guided=guided, version=version)
@@ -187,11 +190,25 @@ class ReferenceTrainer:
         logp_M = -functional.cross_entropy(logits_MV, micro.targets_M, reduction="none")
         batch_size, width = micro.size
         logp = logp_M.new_zeros(batch_size * width).index_put((micro.places_M,), logp_M)
+        self._look_ahead(micro, batch)
         logp = logp.view(batch_size, width).cpu()  # losses are the host's, which waits here
         self._flags.check()
         if not bool(logp.isfinite().all()):
             self._explain(micro, Treatments(*how, guided=guided, version=version, check=True))
         return logp
+
+    def _micro_batch(self, trajectories: Sequence[Trajectory]) -> MicroBatch:
+        """Take what was looked ahead for, if these are the same trajectories."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead.holds(trajectories):
+            return ahead
+        return MicroBatch(trajectories, self._table, self._audit_table, self._uploads)
+
+    def _look_ahead(self, micro: MicroBatch, batch: Batch) -> None:
+        """While the GPU computes this pass, copy there what the next one takes."""
+        if self._device.type != "cuda" or not (upcoming := batch.upcoming()):
+            return
+        self._ahead = micro if micro.holds(upcoming) else self._micro_batch(upcoming)
 
     @torch.no_grad()
     def _explain(self, micro: MicroBatch, treatments: Treatments) -> None:
