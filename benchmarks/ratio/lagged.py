@@ -63,7 +63,7 @@ class OneProcessRollout:
         self._scheduler = Scheduler(
             model,
             KVCache(shape, slots=slots, capacity=capacity, dtype=dtype, device=device),
-            CaptureHooks(shape, method, spec.quantization, table, audits),
+            CaptureHooks(shape, method, spec.quantization, table, audits, device=device, rows=slots),
             [
                 RowBuffer(one, slots=slots, capacity=capacity, reprefill=spec.records.reprefill)
                 for one in (table, audits)
