@@ -245,6 +245,13 @@ def seconds(work: Callable[[], object]) -> float:
     return start.elapsed_time(end) / 1000
 
 
+def upload_seconds(size: int, device: str) -> float:
+    """Time of copying bytes from pinned memory to an idle GPU, the least of ten."""
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(size, dtype=torch.uint8, device=device)
+    return min(seconds(lambda: there.copy_(host, non_blocking=True)) for _ in range(10))
+
+
 def interval(values: Sequence[float]) -> dict[str, float]:
     """Mean of values with its 95 % interval, by bootstrap."""
     chance = random.Random(0)
@@ -258,7 +265,8 @@ def measure(size: Size, arm: str, pairs: int, device: str = "cuda") -> dict[str,
     tokens = tokens_of(size)
     spec = size.spec({"name": "TRACE", "trace": ARMS[arm]}, routing_replay=True)
     recording = Engine(size, spec, weights, device)
-    recording.batches = batches_of(size, tokens, recorded(size, spec, weights, tokens, device))
+    records = recorded(size, spec, weights, tokens, device)
+    recording.batches = batches_of(size, tokens, records)
     plain = Engine(size, size.spec({"name": "QAT"}, routing_replay=False), weights, device)
     plain.batches = batches_of(size, tokens, [[None] * size.trajectories] * size.micro_batches)
     del weights
@@ -270,11 +278,14 @@ def measure(size: Size, arm: str, pairs: int, device: str = "cuda") -> dict[str,
             if number >= 2:
                 times[which].append(taken)
     shares = [(a - b) / a for a, b in zip(times[True], times[False], strict=True)]
+    record_bytes = sum(one.rows.numel() for batch in records for one in batch)
     assert recording.trainer.stats().guided_missing == 0, "every row was recorded"
     return {
         "size": dataclasses.asdict(size),
         "method": ARMS[arm],
         "recordBytesPerToken": site_table(size.shape, spec).row_bytes,
+        "recordBytes": record_bytes,
+        "uploadSeconds": upload_seconds(record_bytes, device),
         "tokens": size.tokens * size.micro_batches,
         "pairs": pairs,
         "secondsWith": statistics.median(times[True]),
