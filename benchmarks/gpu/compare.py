@@ -46,6 +46,7 @@ BASE: dict[str, Any] = {
             "maxResponseTokens": 8,
             "evaluation": {"temperature": "1"},
         },
+        "quantization": {"secondInput": "BF16"},
         "trainer": {"optimizer": {"warmupSteps": 5}, "microBatchTokens": 65536},
         "transport": {"onlyObject": True},
     },
