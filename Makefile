@@ -174,6 +174,11 @@ bench: install ## Benchmarks that fit a laptop; results in benchmarks/results/
 bench-transport: install ## The ring, the object store and the cost of records beside their peers, about 20 minutes
 	UV=$(UV) bash benchmarks/transport/run.sh
 
+.PHONY: bench-gpu
+bench-gpu: install ## Kernels, capture and a training step on an NVIDIA GPU, about four minutes; then draws them
+	$(RUN) python benchmarks/gpu/run.py kernels decode training
+	$(RUN) python site/figures.py
+
 # Where images go, and what they are called there; docs/how-to/images.md.
 REGISTRY ?=
 BASE ?=
