@@ -31,6 +31,19 @@ from tracerl.transport.sources import RecordSources, open_source
 
 RUN = "run-1"
 START_SECONDS = 600
+TWO_RANKS = ModelShape.uniform(
+    4,
+    hidden=96,
+    heads=6,
+    kv_heads=2,
+    head_dim=16,
+    experts=8,
+    top_k=2,
+    expert_hidden=64,
+    vocab=64,
+    context=128,
+)
+"""A tiny model whose heads and experts two ranks can share: an expert is two blocks of 16 on each."""
 
 
 def spec_of(**parts: dict[str, Any]) -> Spec:

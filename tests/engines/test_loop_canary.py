@@ -18,7 +18,9 @@ from typing import Any, TypeVar
 
 import pytest
 
+from conftest import TWO_RANKS, weights_of
 from tracerl.api.resolved import EndpointFile, RunLayout
+from tracerl.engines.hf import write_model
 from tracerl.runtime.interpreters import ROLES, variable
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,6 +131,34 @@ def test_two_trainers_with_half_of_the_experts_each(tmp_path: Path) -> None:
         # Experts' inputs, second inputs, keys and values of four layers.
         assert len(step["mismatch"]) == 16
         assert all(site["guided_values"] > 0 == site["guided_mismatched"] for site in step["mismatch"])
+
+
+@pytest.mark.full
+def test_two_ranks_of_sglang_and_steps_without_records(tmp_path: Path) -> None:
+    """FP32, weights by gloo to both ranks; every second step is done without records as well."""
+    write_model(tmp_path / "model", TWO_RANKS, weights_of(0, shape=TWO_RANKS).items())
+    uri = (tmp_path / "model").as_uri()
+    run = Run(
+        tmp_path / "run",
+        f"spec.model={{uri: '{uri}', tokenizerUri: 'builtin://tiny-moe', dtype: Float32}}",
+        "spec.rollout.parallelism.tensor=2",
+        "spec.trainer.engine=Reference",
+        "spec.algorithm.steps=7",
+        "spec.algorithm.maxVersionDiff=0",
+        "spec.records.auditEvery=0",
+        "spec.observe.baselineEvery=2",
+        "spec.expect={maxMissingRows: 0}",
+    )
+    code, written = run.finish()
+    assert code == 0, written
+    steps = run.steps()
+    assert [step["version"] for step in steps] == [*range(1, 8)]
+    assert max(step["gap_guided"]["mean"] for step in steps) < 1e-4
+    # Half of the trajectories' rows in each part; a part that did not come would be missing.
+    assert json.loads(run.layout.summary.read_text(encoding="utf-8"))["rows_missing"] == 0
+    pairs = [step["baseline"] for step in steps if step.get("baseline")]
+    assert [pair["bare_first"] for pair in pairs] in ([False, True, False], [True, False, True])
+    assert pairs[-1]["so_far"]["pairs"] == 3
 
 
 @pytest.mark.full

@@ -10,27 +10,15 @@ from collections.abc import Callable
 
 import psutil
 import pytest
-from conftest import Rollout, generate, reader_of, sampling, weights_of
 
-from tracerl.api.model import ModelShape
+from conftest import TWO_RANKS as SHAPE
+from conftest import Rollout, generate, reader_of, sampling, weights_of
 from tracerl.engines.client import Broadcaster, RolloutError
 from tracerl.engines.hf import write_model
 from tracerl.records.frame import read_header
 from tracerl.records.sites import SiteKind, site_table
 
 PROMPTS = [[3 + 5 * i % 50, 7, 11 + i, 20, 9, 40 - i][: 2 + i % 5] for i in range(12)]
-SHAPE = ModelShape.uniform(
-    4,
-    hidden=96,
-    heads=6,
-    kv_heads=2,
-    head_dim=16,
-    experts=8,
-    top_k=2,
-    expert_hidden=64,  # two blocks of 16 a rank
-    vocab=64,
-    context=128,
-)
 
 
 @pytest.fixture(scope="module")

@@ -125,9 +125,14 @@ def _refuse_baseline(facts: Facts) -> Iterator[Fault]:
         (algorithm.staleness is Staleness.WAIT, "spec.algorithm.staleness: Wait", "the same prompts twice"),
         (spec.records.audit_every == 0, "spec.records.auditEvery: 0", "steps without audits"),
         (
-            rollout.engine is _ROLLOUT,
-            "spec.rollout.engine: Reference",
+            rollout.numerics is NumericsBackend.EMULATED,
+            "spec.rollout.numerics: Emulated",
             "a rollout that can leave records out",
+        ),
+        (
+            rollout.engine is _ROLLOUT or rollout.gpus_per_node == 0,
+            "spec.rollout.gpusPerNode: 0",
+            "a rollout that says what it took of a GPU",
         ),
         (trainer.engine is _TRAINER, "spec.trainer.engine: Reference", "a trainer that is one process"),
         (trainer.parallelism.data == 1, "spec.trainer.parallelism.data: 1", "a trainer that is one process"),
@@ -196,8 +201,8 @@ SUPPORT_RULES: tuple[Rule, ...] = (
         Level.START,
         ("spec.observe.baselineEvery",),
         f"Synchronous jobs (`maxVersionDiff: 0`, `staleness: Wait`) of at least {BASELINE_PAIRS} such steps, "
-        "without audits, whose engines are Reference, with GPUs on both sides or on none, and whose trainer "
-        "is one process.",
+        "without audits, with GPUs on both sides or on none, whose rollout is Reference, or SGLang Emulated "
+        "without GPUs, and whose trainer is Reference and one process.",
         _refuse_baseline,
     ),
     Rule(

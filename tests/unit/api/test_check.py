@@ -473,9 +473,14 @@ BAD: list[tuple[list[str], str, str]] = [
         "or spec.records.auditEvery: 0",
     ),
     (
-        ["spec.observe.baselineEvery=2", "spec.rollout.engine=SGLang"],
+        ["spec.observe.baselineEvery=2", "spec.rollout={engine: SGLang, numerics: Native}"],
         "spec.observe.baselineEvery",
-        "or spec.rollout.engine: Reference",
+        "or spec.rollout.numerics: Emulated",
+    ),
+    (
+        ["spec.observe.baselineEvery=2", "spec.rollout={engine: SGLang, gpusPerNode: 1}", *APART],
+        "spec.observe.baselineEvery",
+        "a rollout that says what it took of a GPU; write 0, or spec.rollout.gpusPerNode: 0",
     ),
     (
         ["spec.observe.baselineEvery=2", "spec.trainer.engine=Megatron"],
