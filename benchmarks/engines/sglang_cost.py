@@ -26,10 +26,11 @@ import psutil
 import torch
 from safetensors.torch import save_file
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests/engines"))
+TESTS = Path(__file__).parents[2] / "tests"
+sys.path.insert(0, str(TESTS / "integration"))
+sys.path.insert(0, str(TESTS / "engines"))
 
-from conftest import NODE, RUN, TOKEN, Process, resolve
-
+from conftest import NODE, RUN, TOKEN, resolve, start
 from tracerl.api.job import Spec
 from tracerl.api.model import ModelShape
 from tracerl.engines.client import RolloutClient, Sampling, push_from_disk
@@ -62,9 +63,9 @@ class Rollout:
         )
         self.table = site_table(shape, spec)
         self.resolved = resolve(directory, spec)
-        self.store = Process(self.resolved, "store_main", "store-0")
+        self.store = start(self.resolved, "store_main", "store-0")
         self.store.wait_until_it_listens()
-        self.server = Process(self.resolved, "rollout_main", "rollout-0")
+        self.server = start(self.resolved, "rollout_main", "rollout-0")
         self.url = self.server.wait_until_it_listens().url
         self.source = open_source(self.resolved, RUN, NODE, starts_run=True)
         children = psutil.Process(self.server.process.pid).children(recursive=True)
