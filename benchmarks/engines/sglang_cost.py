@@ -2,11 +2,12 @@
 
     .cache/engines/sglang/bin/python benchmarks/engines/sglang_cost.py [--quick] [--repeats N] [--out FILE]
 
-A rollout that records answers batches of requests. Its plugin times capture (beyond the rounding that it does
-anyway), packing and putting, in CPU time of the threads that do it; that is divided by the CPU time of the
-scheduler's process and of the record store in the same batch, without it. Intervals are a
-bootstrap over batches. Two processes, one that records and one that does not, differ by more than recording
-costs, from one start to the next, so that their difference says nothing here.
+A rollout answers batches of requests, each twice, with records and without, in turns; both prefill all of
+their prompts. Two figures come of it, in CPU time of the scheduler's process and of the record store. The
+plugin times capture (beyond the rounding that it does anyway), packing and putting in the threads that do it;
+that is divided by the rest of the same batch. And the difference between the two of a pair is divided by the
+one without records. Intervals are a bootstrap over batches and pairs. Two processes, one that records and one
+that does not, would differ by more than recording costs, from one start to the next.
 """
 
 from __future__ import annotations
@@ -26,9 +27,8 @@ import psutil
 import torch
 from safetensors.torch import save_file
 
-TESTS = Path(__file__).parents[2] / "tests"
-sys.path.insert(0, str(TESTS / "integration"))
-sys.path.insert(0, str(TESTS / "engines"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests/integration"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests/engines"))
 
 from conftest import NODE, RUN, TOKEN, resolve, start
 from tracerl.api.job import Spec
@@ -81,14 +81,17 @@ class Rollout:
         self.store.end()
 
 
-async def turn(rollout: Rollout, prompts: list[list[int]], tokens: int, name: str) -> tuple[float, float]:
+async def turn(
+    rollout: Rollout, prompts: list[list[int]], tokens: int, name: str, *, record: bool
+) -> tuple[float, float]:
     """CPU seconds of one batch, and what the plugin says that recording it took."""
     async with RolloutClient(rollout.url, TOKEN, run_id=RUN) as client:
         before = rollout.cpu_seconds()
         done = await client.generate_batch(
             prompts,
             [Sampling(tokens, 1.0, seed=index) for index in range(len(prompts))],
-            ids=[f"{name}-{index}" for index in range(len(prompts))],
+            ids=[f"{name}-{record}-{index}" for index in range(len(prompts))],
+            record=record,
         )
         rollout.source.release([entry.handle for one in done for entry in one.records])
         took = rollout.cpu_seconds() - before
@@ -119,6 +122,7 @@ async def measure(directory: Path, args: argparse.Namespace) -> dict[str, Any]:
     tokens, generator = args.tokens, torch.Generator().manual_seed(1)
     rollout = Rollout(directory / "run", model, shape, tokens)
     batches: list[tuple[float, float]] = []
+    pairs: list[tuple[float, float]] = []
     try:
         async with RolloutClient(rollout.url, TOKEN, run_id=RUN) as client:
             await client.connect()
@@ -126,9 +130,14 @@ async def measure(directory: Path, args: argparse.Namespace) -> dict[str, Any]:
         for repeat in range(args.repeats + 1):
             # New prompts: cached ones would cost nothing.
             prompts = torch.randint(0, 512, (args.sequences, 32), generator=generator).tolist()
-            took, recording = await turn(rollout, prompts, tokens, f"batch-{repeat}")
+            taken = {
+                record: await turn(rollout, prompts, tokens, f"batch-{repeat}", record=record)
+                for record in ((True, False) if repeat % 2 else (False, True))
+            }
             if repeat:  # the first warms up
+                (took, recording), (bare, _) = taken[True], taken[False]
                 batches.append((recording, took - recording))
+                pairs.append((took - bare, bare))
     finally:
         rollout.close()
     table = rollout.table
@@ -149,6 +158,8 @@ async def measure(directory: Path, args: argparse.Namespace) -> dict[str, Any]:
         "nanosecondsPerValueInterval": interval([(1e9 * recording, values) for recording, _ in batches]),
         "share": sum(recording for recording, _ in batches) / sum(rest for _, rest in batches),
         "shareInterval": interval(batches),
+        "differenceShare": sum(more for more, _ in pairs) / sum(bare for _, bare in pairs),
+        "differenceShareInterval": interval(pairs),
     }
 
 

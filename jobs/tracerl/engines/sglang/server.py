@@ -163,7 +163,12 @@ class SGLangServer:
     def close(self) -> None:
         """End SGLang's processes."""
         self._channel.close()
+        children = [process.pid for process in _processes()]
         self._engine.shutdown()
+        # Who would have removed what ranks share was killed with them.
+        for pid in children:
+            for path in Path("/dev/shm").glob(f"sgl_shm_mq_{pid}_*"):  # noqa: S108
+                path.unlink(missing_ok=True)
 
     # -- what schedulers say ------------------------------------------------------------------------------
 
@@ -390,8 +395,7 @@ class SGLangServer:
         import psutil  # type: ignore[import-untyped,unused-ignore]  # noqa: PLC0415
 
         seconds = 0.0
-        own = psutil.Process()
-        for process in (own, *own.children(recursive=True)):
+        for process in _processes():
             with contextlib.suppress(psutil.Error):
                 times = process.cpu_times()
                 seconds += times.user + times.system
@@ -423,6 +427,14 @@ class SGLangServer:
     def generated_tokens(self) -> int:
         """Tokens of requests that were answered."""
         return self._generated
+
+
+def _processes() -> list[Any]:
+    """Give this process and all that SGLang started."""
+    import psutil  # type: ignore[import-untyped,unused-ignore]  # noqa: PLC0415
+
+    own = psutil.Process()
+    return [own, *own.children(recursive=True)]
 
 
 class _Records:
