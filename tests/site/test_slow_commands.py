@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from documented_commands import Block, all_marked, run_block
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One for all, as a user has: whoever comes first warms up."""
-    return tmp_path_factory.mktemp("cache")
+    named = os.environ.get("TRACERL_CACHE")
+    return Path(named) if named else tmp_path_factory.mktemp("cache")
 
 
 @pytest.mark.parametrize("block", all_marked(slow=True), ids=lambda block: block.name)
