@@ -20,7 +20,7 @@ _MODULES = {
     "etcd": ("kube", "go.etcd.io/etcd/server/v3"),
     "coredns": ("kube", "github.com/coredns/coredns"),
     "containerd": ("containerd", "github.com/containerd/containerd/v2"),
-    "helm": ("helm", "helm.sh/helm/v3"),
+    "helm": ("kube", "helm.sh/helm/v3"),
     "jobset": ("jobset", "sigs.k8s.io/jobset"),
     "kueue": ("kueue", "sigs.k8s.io/kueue"),
 }
