@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests/integration"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests/engines"))
 
 from conftest import NODE, RUN, TOKEN, resolve, start
+
 from tracerl.api.job import Spec
 from tracerl.api.model import ModelShape
 from tracerl.engines.client import RolloutClient, Sampling, push_from_disk

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-
 from conftest import TWO_RANKS, weights_of
+
 from tracerl.api.resolved import EndpointFile, RunLayout
 from tracerl.engines.hf import write_model
 from tracerl.runtime.interpreters import ROLES, variable

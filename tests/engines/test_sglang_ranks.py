@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import psutil
 import pytest
-
 from conftest import TWO_RANKS as SHAPE
 from conftest import Rollout, generate, reader_of, sampling, weights_of
+
 from tracerl.engines.client import Broadcaster, RolloutError
 from tracerl.engines.hf import write_model
 from tracerl.records.frame import read_header
