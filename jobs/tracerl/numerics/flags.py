@@ -17,7 +17,7 @@ from tracerl.api.errors import JobError
 
 NON_FINITE = 1
 """Mark of a site that holds NaN or Inf."""
-NO_SCALE = 2
+NO_SCALE = 256
 """Mark of a site whose record holds a whole block scale that is not a finite one."""
 
 

@@ -22,10 +22,10 @@ TORCHAO = tl.constexpr(2)
 MODELOPT = tl.constexpr(3)
 COMPRESSED_TENSORS = tl.constexpr(4)
 
-NON_FINITE = tl.constexpr(1)
-"""Mark of a site that holds NaN or Inf."""
-NO_SCALE = tl.constexpr(2)
-"""Mark of a site whose record holds a whole scale that is not a finite one."""
+NON_FINITE = tl.constexpr(0)
+"""Byte of a site's mark that is set where it holds NaN or Inf."""
+NO_SCALE = tl.constexpr(1)
+"""Byte of a site's mark that is set where its record holds a whole scale that is not a finite one."""
 
 _LARGEST_FP32 = tl.constexpr(3.4028234663852886e38)
 _EXPONENT = tl.constexpr(0x7F800000)
@@ -220,8 +220,7 @@ def _store_block_bits(out, row_stride, r, n, values, NB: tl.constexpr, BITS: tl.
     i = tl.arange(0, GROUP) * BITS
     fields = (values & ((1 << BITS) - 1)).reshape(GROUPS, GROUP) << i[None, :]
     word = tl.sum(fields, 1)
-    BYTES: tl.constexpr = triton.next_power_of_2(BITS)
-    j = tl.arange(0, BYTES)
+    j = tl.arange(0, GROUP if GROUP > BITS else triton.next_power_of_2(BITS))
     g = tl.arange(0, GROUPS)
     row = tl.program_id(0) * (GROUPS * GROUP // NB) + g // (NB // GROUP)
     byte = (tl.program_id(1) * (NB // GROUP) + g % (NB // GROUP))[:, None] * BITS + j[None, :]
@@ -234,15 +233,16 @@ def _store_block_bits(out, row_stride, r, n, values, NB: tl.constexpr, BITS: tl.
 def _halves(x, row_stride, row, block, there):
     """Both halves [B, 8] of blocks, as FP32."""
     at = x + _offsets(row, row_stride, block, 8)
-    low = tl.load(at, mask=there[:, None], other=0.0)
-    high = tl.load(at + 8, mask=there[:, None], other=0.0)
+    low = tl.load(at, mask=there[:, None])
+    high = tl.load(at + 8, mask=there[:, None])
     return _as_float32(low), _as_float32(high)
 
 
 @triton.jit
-def _mark(marks, slot, wrong, WHAT: tl.constexpr):
-    """Set a bit of the site's mark if any of wrong [B] is true."""
-    tl.atomic_or(marks + slot + tl.zeros_like(wrong.to(tl.int32)), WHAT, mask=wrong, sem="relaxed")
+def _mark(marks, slot, wrong, BYTE: tl.constexpr):
+    """Set a byte of the site's mark, u8 [sites, 4], if any of wrong [B] is true."""
+    at = marks + slot * 4 + BYTE + tl.zeros_like(wrong.to(tl.int32))
+    tl.store(at, tl.full(wrong.shape, 1, tl.uint8), mask=wrong)
 
 
 @triton.jit
@@ -323,7 +323,7 @@ def quantize_kernel(
     up, back, decode = _tensor_scales(up, back, decode, row, there, PER_ROW)
     low, high = _halves(x, x_stride, row, block, there)
     amax = _amax(low, high, SPLITS)
-    _mark(marks, slot, _bits(amax) >= 0x7F800000, NON_FINITE)
+    _mark(marks, slot, (_bits(amax) >= 0x7F800000) & there, NON_FINITE)
     scale, scale_code = _block_scale(amax, up, ORDER, x.dtype.element_ty)
     factor = _factor(scale, back, ORDER)
     for HALF in tl.static_range(2):
@@ -343,8 +343,8 @@ def quantize_kernel(
 def _rebuild(own, low, BITS: tl.constexpr):
     """Scale code nearest `own` whose low bits are `low`, of two the larger; int32, within 1 to 126."""
     STEP: tl.constexpr = 1 << BITS
-    ahead = (low - own) & (STEP - 1)
-    code = own + ahead - tl.where(ahead > STEP // 2, STEP, 0)
+    BELOW: tl.constexpr = STEP // 2 - 1
+    code = own + ((low - own + BELOW) & (STEP - 1)) - BELOW
     code = tl.where(code > 126, code - STEP, code)
     return tl.where(code < 1, code + STEP, code)
 
@@ -353,10 +353,11 @@ def _rebuild(own, low, BITS: tl.constexpr):
 def _field(packed, row_stride, row, i, size, there, BITS: tl.constexpr):
     """Value i of rows of `size` packed bytes, as int32."""
     bit = i * BITS
-    at = packed + row.to(tl.int64) * row_stride + (bit >> 3)
-    word = tl.load(at, mask=there, other=0).to(tl.int32)
-    if 8 % BITS != 0:
-        word |= tl.load(at + 1, mask=there & ((bit >> 3) + 1 < size), other=0).to(tl.int32) << 8
+    packed += row.to(tl.int64) * row_stride
+    word = tl.load(packed + (bit >> 3), mask=there, other=0).to(tl.int32)
+    if 8 % BITS != 0:  # what the last byte is followed by is not looked at
+        behind = tl.minimum((bit >> 3) + 1, size - 1)
+        word |= tl.load(packed + behind, mask=there, other=0).to(tl.int32) << 8
     return (word >> (bit & 7)) & ((1 << BITS) - 1)
 
 
@@ -397,7 +398,7 @@ def guided_kernel(
     up, back, decode = _tensor_scales(up, back, decode, row, there, PER_ROW)
     low, high = _halves(x, x_stride, row, block, there)
     amax = _amax(low, high, SPLITS)
-    _mark(marks, slot, _bits(amax) >= 0x7F800000, NON_FINITE)
+    _mark(marks, slot, (_bits(amax) >= 0x7F800000) & there, NON_FINITE)
     scale, scale_code = _block_scale(amax, up, ORDER, x.dtype.element_ty)
 
     guided = there
@@ -409,7 +410,7 @@ def guided_kernel(
         size = (n * GUIDE_SCALE_BITS + 7) // 8
         recorded = _field(low_scales, low_scales_stride, row, block, size, there, GUIDE_SCALE_BITS)
         if GUIDE_SCALE_BITS == 8:
-            _mark(marks, slot, recorded > 126, NO_SCALE)
+            _mark(marks, slot, (recorded > 126) & there, NO_SCALE)
             guided &= recorded > 0
         else:
             recorded = _rebuild(scale_code, recorded, GUIDE_SCALE_BITS)
