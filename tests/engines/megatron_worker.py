@@ -128,9 +128,9 @@ def sampled(spec: Spec, weights: dict[str, Tensor], version: int, count: int = 5
 def whole(trainer: MegatronTrainer, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What all ranks give, together; each name comes from one of them, or in as many parts as it is cut."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return dict(own)
+        return {name: tensor.cpu() for name, tensor in own.items()}
     ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, {name: tensor.clone() for name, tensor in own.items()})
+    dist.all_gather_object(ranks, {name: tensor.cpu().clone() for name, tensor in own.items()})
     parts: dict[str, list[Tensor]] = {}
     for rank in ranks:
         for name, tensor in rank.items():

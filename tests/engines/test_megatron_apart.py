@@ -47,6 +47,7 @@ torch.set_num_threads(1)
 SHAPE = ModelShape.uniform(
     2, hidden=32, heads=2, kv_heads=2, head_dim=16, experts=4, top_k=2, expert_hidden=16, vocab=64, context=32
 )
+TOGETHER, EXPERTS_APART = {"data": 2}, {"data": 2, "expert": 2}
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -83,11 +84,11 @@ def summed(parts: list[dict[str, Any]]) -> dict[Any, dict[str, int]]:
         ({"data": 2, "expert": 2}, {"engineArgs": RECOMPUTE}),
         ({"data": 4, "expert": 2}, {}),
         ({"tensor": 2}, {}),
-        ({"context": 2}, {}),
+        pytest.param({"context": 2}, {}, marks=pytest.mark.full),
         ({"tensor": 2, "expert": 2}, {"engineArgs": RECOMPUTE}),
         ({"context": 2, "expert": 2}, {}),
         ({"tensor": 2, "data": 2, "expert": 4}, {}),
-        ({"tensor": 2, "context": 2}, {}),
+        pytest.param({"tensor": 2, "context": 2}, {}, marks=pytest.mark.full),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else None,
 )
@@ -135,14 +136,16 @@ def test_bf16_without_updates_is_bit_for_bit(tmp_path):
             assert torch.equal(row, expected[kind][i][: len(row)])
 
 
-def test_megatrons_checkpoint_goes_on_with_experts_apart(tmp_path):
+@pytest.mark.parametrize("sizes", [EXPERTS_APART, {"tensor": 2}], ids=["experts", "tensors"])
+def test_megatrons_checkpoint_goes_on_with_a_model_apart(tmp_path, sizes):
     """Each rank writes and reads its own; a process that holds all experts refuses it in a sentence."""
-    sizes = {"data": 2, "expert": 2}
     for found in run_processes(partial(checkpoints, tmp_path, sizes), tmp_path, processes=2):
         for one, other in (("loaded", "saved"), ("resumed", "straight")):
             assert found[one].keys() == found[other].keys()
             assert all(torch.equal(found[one][name], tensor) for name, tensor in found[other].items())
         assert int(found["resumed"]["updates"]) == 2
+    if sizes is not EXPERTS_APART:
+        return
     together = MegatronTrainer(EXPERTS, job({}))
     before = together.state()
     with pytest.raises(InputError, match=r"parallelism\.expert 2, not 1; go on"):
@@ -151,9 +154,6 @@ def test_megatrons_checkpoint_goes_on_with_experts_apart(tmp_path):
 
 
 # -- in the loop --------------------------------------------------------------------------------------------
-
-
-TOGETHER, EXPERTS_APART = {"data": 2}, {"data": 2, "expert": 2}
 
 
 def job_of(
@@ -222,7 +222,7 @@ async def run(resolved: ResolvedJob) -> list[dict[str, Any]]:
         ("Disk", EXPERTS_APART),
         ("Distributed", EXPERTS_APART),
         ("Distributed", {"tensor": 2}),
-        ("Disk", {"context": 2, "expert": 2}),
+        pytest.param("Disk", {"context": 2, "expert": 2}, marks=pytest.mark.full),
     ],
     ids=["experts by disk", "experts by gloo", "tensors", "rows and experts"],
 )
