@@ -58,7 +58,7 @@ class GpuTime:
     """Time that what is timed takes of a GPU, by CUDA events; none on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self._gpu = device.type == "cuda"
+        self.on_gpu = device.type == "cuda"
         self._pending: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self.seconds = 0.0
         """So far, as of the last `settle`."""
@@ -66,7 +66,7 @@ class GpuTime:
     @contextmanager
     def timed(self) -> Iterator[None]:
         """Add the time between what the block asks for first and last, on the current stream."""
-        if not self._gpu:
+        if not self.on_gpu:
             yield
             return
         start, end = timing_event(), timing_event()
@@ -76,7 +76,7 @@ class GpuTime:
         self._pending.append((start, end))
 
     def settle(self) -> None:
-        """Wait for all that was timed, and count it; each pass calls it when it has waited anyway."""
+        """Wait for all that was timed, and count it; call it where it was waited for anyway."""
         for start, end in self._pending:
             end.synchronize()
             self.seconds += start.elapsed_time(end) / 1000

@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tracerl.api.job import Quantization
 from tracerl.engines.base import EngineStats, SiteCounts, Trajectory
-from tracerl.engines.device import Uploads
+from tracerl.engines.device import GpuTime, Uploads
 from tracerl.methods import MethodPlan, Treatment
 from tracerl.numerics import (
     Guide,
@@ -136,7 +137,10 @@ class Treatments:
         guided: bool,
         version: int,
         check: bool = False,
+        guided_time: GpuTime | None = None,
     ) -> None:
+        """`guided_time` counts what guided rounding takes of a GPU, instead of `stats`."""
+        self._guided_time = guided_time
         self._plan, self._batch, self._stats = plan, batch, stats
         self._guided = guided and plan.guided
         self._format, self._order = BLOCK_FORMATS[quantization.format], quantization.order
@@ -244,8 +248,12 @@ class Treatments:
             return x
         if guide is None:
             return fake_quantize(x, self._format, order=self._order, site=name)
+        how: dict[str, Any] = {"order": self._order, "band": self._plan.band, "site": name}
+        if self._guided_time is not None:
+            with self._guided_time.timed():
+                return guided_fake_quantize(x, guide, self._format, **how)
         started = time.perf_counter()
-        out = guided_fake_quantize(x, guide, self._format, order=self._order, band=self._plan.band, site=name)
+        out = guided_fake_quantize(x, guide, self._format, **how)
         self._stats.guided_seconds += time.perf_counter() - started
         return out
 

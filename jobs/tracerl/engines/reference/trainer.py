@@ -111,7 +111,7 @@ class ReferenceTrainer:
         self.selections = (None, None)
         self._device = torch.device(device)
         self._uploads, self._flags = Uploads(self._device), NonFiniteFlags(self._device)
-        self._gpu_time = GpuTime(self._device)
+        self._gpu_time, self._guided_time = GpuTime(self._device), GpuTime(self._device)
         self._ahead: MicroBatch | None = None
         """The micro-batch of the next pass, already on its way to the device."""
         self._plan = plan(spec, shape)
@@ -181,7 +181,8 @@ class ReferenceTrainer:
         micro.arrive()
         self._stats.unpack_seconds += time.perf_counter() - started
         how = (self._plan, self.spec.quantization, micro, self._stats)
-        treatments = Treatments(*how, guided=guided, version=version)
+        guided_time = self._guided_time if self._guided_time.on_gpu else None
+        treatments = Treatments(*how, guided=guided, version=version, guided_time=guided_time)
         attention = WholeSequences(self.shape, micro.lengths, self._device)
         model = self._working.model
         with self._flags:
@@ -328,6 +329,9 @@ class ReferenceTrainer:
 
     def stats(self) -> EngineStats:
         """Sums since the last call."""
+        before = self._guided_time.seconds
+        self._guided_time.settle()
+        self._stats.guided_seconds += self._guided_time.seconds - before
         stats, self._stats = self._stats, EngineStats()
         return stats
 
