@@ -142,38 +142,45 @@ def _code(shifted):
 
 
 @triton.jit
-def _move(
+def _e2m1_value(code):
+    """Value of an E2M1 code 0 to 7, as `_e4m3_value`."""
+    return _float(code << 22) * 8.507059173023462e37  # 2^126
+
+
+@triton.jit
+def _moved(
     v, octave, shifted, nearest, y, record, guided, band, BITS: tl.constexpr, BANDED: tl.constexpr
 ):  # fmt: skip
-    """What guidance adds to `nearest`, 0 or a step to the other end of the bracket, and to its code.
+    """Give `nearest`, or the other end of the bracket where guidance takes that.
 
     `record`: int32, low bits of the rollout's codes, or whole codes at 4 bits; at 1 bit with any bits above.
     """
     beyond = v - nearest
-    size = tl.where(guided, 0.5, 0.0)[:, None]
+    eighth = octave * tl.where(guided, 0.0625, 0.0)[:, None]  # of a step; none moves what is not guided
     if BITS == 1:
         # To the end whose low bit is the recorded one; but from 2 to 2.25 and from 4 to 4.5 always the lower,
         # as the nearest odd magnitude is below the bracket. Bits are moved to where they make 2.0 or 0.
         low = shifted << 30
-        threshold = octave * 0.0625 * _float(_bits(v) & ~low & 0x40000000)
+        threshold = eighth * _float(_bits(v) & ~low & 0x40000000)
         # As unsigned patterns the negative are above all thresholds.
         moves = _bits(beyond).to(tl.uint32, bitcast=True) > _bits(threshold).to(tl.uint32, bitcast=True)
-        size = octave * (0.5 * size * _float((low ^ (record << 30)) & 0x40000000))
+        quarter = eighth * _float((low ^ (record << 30)) & 0x40000000)
     else:
         if BITS == 2:
             # The two magnitudes with these low bits; the middle still belongs to the smaller one.
-            low = record.to(tl.float32) * 0.5
-            high = tl.where(record == 3, 6.0, (record + 2).to(tl.float32))
-            up = (v < low) | ((v > (low + high) * 0.5) & (v < high))
+            low, high = _e2m1_value(record), _e2m1_value(record | 4)
+            reference = tl.where(v > (low + high) * 0.5, high, low)
         else:
-            magnitude = _float((record & 7) << 22) * 8.507059173023462e37  # 2^126
-            up = (((record << 28) ^ _bits(y)) >= 0) & (magnitude > v)
-        moves = ((beyond > 0) & up) | ((beyond < 0) & ~up)
-        size = octave * size
+            sign = ((record << 28) ^ _bits(y)) & _SIGN
+            reference = _float(_bits(_e2m1_value(record & 7)) | sign)
+        # From nearest over v to the other end, if the reference is on that side of v.
+        moves = (beyond != 0) & ((_bits(reference - v) ^ _bits(beyond)) >= 0)
+        quarter = eighth * 2.0
     if BANDED:
         # By half the octave, which is the width of the bracket.
         moves &= 0.5 - tl.abs(beyond) * _float(0x7F800000 - _bits(octave)) <= band
-    return tl.where(moves, _float(_bits(size) | (_bits(beyond) & _SIGN)), 0.0)
+    quarter = tl.where(moves, _float(_bits(quarter) | (_bits(beyond) & _SIGN)), 0.0)
+    return tl.fma(quarter, 4.0, nearest)
 
 
 @triton.jit
@@ -432,7 +439,7 @@ def guided_kernel(
             fields = (packed[:, :, None] >> i[None, None, :]).reshape(B, 8)
             if GUIDE_BITS > 1:
                 fields &= (1 << GUIDE_BITS) - 1
-            nearest += _move(v, octave, shifted, nearest, y, fields, guided, band, GUIDE_BITS, BANDED)
+            nearest = _moved(v, octave, shifted, nearest, y, fields, guided, band, GUIDE_BITS, BANDED)
             if CODE_BITS > 0:
                 _, shifted, _ = _nearest(nearest)
         _store(
