@@ -21,7 +21,7 @@ from torch.nn import functional
 
 EXPERT_MULTIPLE = 64
 """Experts' rows are padded to a multiple of this: oneDNN compiles a BF16 kernel for every new shape."""
-_FEW_SLOTS = 1 << 18
+_FEW_SLOTS = 1 << 16
 """Up to so many padded rows of all experts a GPU computes room for any choice instead of telling how many."""
 
 
@@ -236,7 +236,10 @@ class Dispatch:
         end_E = _ends(id_M, experts)
         start_E = functional.pad(end_E[:-1], (1, 0))
         most = len(ids_NK)  # a token goes to an expert once
-        if not (ids_NK.is_cuda and most * experts <= _FEW_SLOTS):
+        unknown = ids_NK.is_cuda and (
+            most * experts <= _FEW_SLOTS or torch.cuda.is_current_stream_capturing()
+        )
+        if not unknown:
             most = int((end_E - start_E).max())
         rows = -(-most // EXPERT_MULTIPLE) * EXPERT_MULTIPLE
         shift_E = torch.arange(experts, device=id_M.device) * rows - start_E
