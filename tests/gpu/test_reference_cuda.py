@@ -6,16 +6,20 @@ import torch
 from rollout_builders import SHAPE, Rollout, spec_of, weights_of
 
 from tracerl.api.errors import JobError
-from tracerl.engines.base import Batch, Trajectory
+from tracerl.engines.base import Batch, EngineStats, Trajectory
+from tracerl.engines.device import Uploads
+from tracerl.engines.guided import MicroBatch, Treatments
 from tracerl.engines.reference.capture import CaptureHooks
 from tracerl.engines.reference.kernels import experts, logits
-from tracerl.engines.reference.model import KVCache, MoEModel
+from tracerl.engines.reference.model import KVCache, MoEModel, WholeSequences
 from tracerl.engines.reference.passes import Draw, EagerPasses, Stream, passes_on
+from tracerl.engines.reference.quantised import TrainerHooks
 from tracerl.engines.reference.sampling import uniform
 from tracerl.engines.reference.trainer import ReferenceTrainer
 from tracerl.engines.reference.weights import RolloutWeights
 from tracerl.methods import plan
-from tracerl.records.sites import SiteKind, site_table
+from tracerl.numerics import NonFiniteFlags
+from tracerl.records.sites import SiteKind, audit_table, site_table
 
 WHOLE = {"name": "TRACE", "trace": {"layers": {"policy": "All"}, "codeBits": 4, "scaleBits": 8}}
 
@@ -245,6 +249,41 @@ def test_what_was_looked_ahead_for_changes_nothing(rollout):
         expected = plain.forward(Batch(batches[this]), **how)
         found = ahead.forward(Batch(batches[this], lambda after=after: batches[after]), **how)
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("guided", [True, False])
+def test_a_pass_waits_for_nothing(rollout, guided):
+    """From records to logits and back to gradients, nothing stops until the GPU has computed something."""
+    spec = whole(spec_of(dtype="BFloat16"))
+    one = rollout(spec)
+    wanted = asks(24)
+    trajectories = trajectories_of(one, wanted, one.generate(*wanted), audit=False)
+    trajectories[3].records = None  # its rows are missing
+    trainer = ReferenceTrainer(SHAPE, spec, weights_of(0), "cuda")
+
+    def make():
+        micro = MicroBatch(trajectories, site_table(SHAPE, spec), audit_table(SHAPE, spec), uploads)
+        micro.arrive()
+        treatments = Treatments(
+            plan(spec, SHAPE), spec.quantization, micro, EngineStats(), guided=guided, version=0
+        )
+        with flags:
+            hidden = model(
+                micro.tokens_N,
+                WholeSequences(SHAPE, micro.lengths, "cuda"),
+                TrainerHooks(SHAPE, treatments),
+            )
+        model.logits(hidden.index_select(0, micro.predicting_M)).logsumexp(-1).sum().backward()
+
+    trainer.forward(Batch(trajectories), guided=guided, temperature=1.0, version=0)
+    model, uploads, flags = trainer._working.model, Uploads("cuda"), NonFiniteFlags("cuda")
+    make()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        make()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    flags.check()
 
 
 def test_grouped_experts_are_the_padded_ones():
