@@ -9,6 +9,7 @@ weights and tokens and take turns, timed by CUDA events.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 import statistics
 from collections import Counter
@@ -194,10 +195,11 @@ class Engine:
         self.trainer = ReferenceTrainer(size.shape, spec, weights, device)
         self.batches: list[Batch] = []
 
-    def step(self, *, guided: bool) -> None:
-        """Forward, backward and update."""
+    def step(self, *, guided: bool, ahead: bool = True) -> None:
+        """Forward, backward and update; `ahead`: the next micro-batch is uploaded beside each pass."""
         how: dict[str, Any] = {"guided": guided, "temperature": 1.0, "version": 0}
-        for batch in self.batches:
+        for batch, following in itertools.zip_longest(self.batches, self.batches[1:]):
+            batch.upcoming = (lambda one=following: one.trajectories) if ahead and following else list
             self.trainer.accumulate(batch, lambda logp: -logp.mean(), **how)
         self.trainer.update()
 
@@ -260,7 +262,10 @@ def interval(values: Sequence[float]) -> dict[str, float]:
 
 
 def measure(size: Size, arm: str, pairs: int, device: str = "cuda") -> dict[str, Any]:
-    """Pairs of steps with and without records; shares are of the step with them."""
+    """Pairs of steps with and without records; shares are of the step with them.
+
+    Beside them steps that upload each micro-batch only when its pass begins.
+    """
     weights = random_weights(size.shape, device)
     tokens = tokens_of(size)
     spec = size.spec({"name": "TRACE", "trace": ARMS[arm]}, routing_replay=True)
@@ -270,14 +275,18 @@ def measure(size: Size, arm: str, pairs: int, device: str = "cuda") -> dict[str,
     plain = Engine(size, size.spec({"name": "QAT"}, routing_replay=False), weights, device)
     plain.batches = batches_of(size, tokens, [[None] * size.trajectories] * size.micro_batches)
     del weights
-    steps = {True: lambda: recording.step(guided=True), False: lambda: plain.step(guided=False)}
-    times: dict[bool, list[float]] = {True: [], False: []}
+    steps: dict[str, Callable[[], None]] = {
+        "with": lambda: recording.step(guided=True),
+        "without": lambda: plain.step(guided=False),
+        "late": lambda: recording.step(guided=True, ahead=False),
+    }
+    times: dict[str, list[float]] = {which: [] for which in steps}
     for number in range(pairs + 2):
-        for which in (True, False) if number % 2 else (False, True):
+        for which in list(steps) if number % 2 else reversed(steps):
             taken = seconds(steps[which])
             if number >= 2:
                 times[which].append(taken)
-    shares = [(a - b) / a for a, b in zip(times[True], times[False], strict=True)]
+    shares = [(a - b) / a for a, b in zip(times["with"], times["without"], strict=True)]
     record_bytes = sum(one.rows.numel() for batch in records for one in batch)
     assert recording.trainer.stats().guided_missing == 0, "every row was recorded"
     return {
@@ -288,8 +297,9 @@ def measure(size: Size, arm: str, pairs: int, device: str = "cuda") -> dict[str,
         "uploadSeconds": upload_seconds(record_bytes, device),
         "tokens": size.tokens * size.micro_batches,
         "pairs": pairs,
-        "secondsWith": statistics.median(times[True]),
-        "secondsWithout": statistics.median(times[False]),
+        "secondsWith": statistics.median(times["with"]),
+        "secondsWithout": statistics.median(times["without"]),
+        "secondsUploadedLate": statistics.median(times["late"]),
         "shareOfStep": interval(shares) | {"all": shares},
-        "matrixFlopsPerSecond": size.matrix_flops * size.micro_batches / statistics.median(times[False]),
+        "matrixFlopsPerSecond": size.matrix_flops * size.micro_batches / statistics.median(times["without"]),
     }
