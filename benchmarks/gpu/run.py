@@ -119,6 +119,44 @@ def table(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def kernels_markdown(found: dict[str, Any]) -> str:
+    """The kernels of 64 MiB of values and more, as markdown."""
+    rows = [row for row in found["sizes"] if row["bytes"] >= 64 * 2**20]
+    heads = [f"{row['bytes'] // 2**20:,} MiB" for row in rows]
+    lines = [
+        f"| kernel | {' | '.join(heads)} | instructions a value |",
+        "| --- |" + " --- |" * (len(rows) + 1),
+    ]
+    for name in rows[0]:
+        if name == "bytes" or "movedBytes" not in rows[0][name]:
+            continue
+        cells = [
+            f"{row[name]['movedBytes'] / row[name]['seconds'] / 1e12:.2f} TB/s"
+            + (f", {row[name]['ratioToCopy']:.2f} of a copy" if "ratioToCopy" in row[name] else "")
+            for row in rows
+        ]
+        counted = found["instructions"].get(name)
+        lines.append(f"| {name} | {' | '.join(cells)} | {'' if counted is None else counted['perValue']} |")
+    return "\n".join(lines)
+
+
+def steps_markdown(document: dict[str, Any]) -> str:
+    """Steps with and without records, as markdown."""
+    lines = [
+        "| step | records | bytes a token | with | without | share of the step |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for name in ("decode", "training"):
+        for found in document[name].values():
+            method = found["method"]
+            bits = f"{method['codeBits']} and {method['scaleBits']} bits, {method['layers']['policy']}"
+            lines.append(
+                f"| {name} | {bits} | {found['recordBytesPerToken']:,} | {1e3 * found['secondsWith']:.2f} ms "
+                f"| {1e3 * found['secondsWithout']:.2f} ms | {share(found['shareOfStep'])} |"
+            )
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Run sections."""
     parser = argparse.ArgumentParser(
