@@ -280,8 +280,10 @@ def test_a_reader_that_goes_away_is_no_error(here):
 
 
 @pytest.mark.parametrize("limit", [0, 200])
-def test_a_full_disk_is_one_sentence(here, limit):
+def test_a_full_disk_is_one_sentence(here, monkeypatch, limit):
     """A bound on the size of files makes the writes fail that a full disk would, without a disk to fill."""
+    # Python does not notice when a module's bytecode is cut off there, and nobody could import it afterwards.
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     done = tracerl(
         here,
         *["run", "job.yaml", "--out", "run"],

@@ -219,7 +219,9 @@ def test_a_full_disk_is_one_sentence_and_leaves_the_checkpoint_before(tmp_path: 
     if child == 0:
         import resource
 
-        # A file may not grow beyond 100 bytes, which looks to the writer as a quota does.
+        # A file may not grow beyond 100 bytes, which looks to the writer as a quota does; a module's bytecode
+        # would be cut off without an error, and nobody could import it.
+        sys.dont_write_bytecode = True
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
         try:
             save(tmp_path, 2)

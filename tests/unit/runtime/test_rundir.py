@@ -417,7 +417,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     )
     target = tmp_path / "file"
     target.write_text("old")
-    done = subprocess.run([sys.executable, "-c", code, str(target)], capture_output=True, check=False)
+    done = subprocess.run([sys.executable, "-B", "-c", code, str(target)], capture_output=True, check=False)
     assert b"OSError" in done.stderr
     assert target.read_text() == "old"
     assert [*tmp_path.iterdir()] == [target]
