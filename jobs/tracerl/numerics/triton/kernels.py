@@ -204,18 +204,24 @@ def _places(r, n, NB: tl.constexpr, B: tl.constexpr):
 
 
 @triton.jit
-def _offsets(row, row_stride, block, BYTES: tl.constexpr):
-    """Offsets [B, BYTES] of the elements of first halves of blocks, `BYTES` each; the others follow."""
-    start = row.to(tl.int64) * row_stride + block * (2 * BYTES)
-    return start[:, None] + tl.arange(0, BYTES)[None, :]
+def _offsets(row, row_stride, block, WIDTH: tl.constexpr):
+    """Offsets [B, WIDTH] of the elements of blocks."""
+    start = row.to(tl.int64) * row_stride + block * WIDTH
+    return start[:, None] + tl.arange(0, WIDTH)[None, :]
+
+
+@triton.jit
+def _whole(low, high):
+    """Put halves [B, N] together to [B, 2 N]: stored in one piece, they fill the memory's sectors."""
+    return tl.join(low, high).permute(0, 2, 1).reshape(low.shape[0], 2 * low.shape[1])
 
 
 @triton.jit
 def _packed(values, BITS: tl.constexpr):
-    """Pack the low `BITS` bits of values int32 [B, 8] into as many bytes, u8 [B, BITS]."""
+    """Pack the low `BITS` bits of values int32 [B, N] into bytes, u8 [B, N * BITS / 8]."""
     PER_BYTE: tl.constexpr = 8 // BITS
     i = tl.arange(0, PER_BYTE) * BITS
-    fields = (values & ((1 << BITS) - 1)).reshape(values.shape[0], BITS, PER_BYTE)
+    fields = (values & ((1 << BITS) - 1)).reshape(values.shape[0], values.shape[1] // PER_BYTE, PER_BYTE)
     return tl.sum(fields << i[None, None, :], 2).to(tl.uint8)
 
 
@@ -239,7 +245,7 @@ def _store_block_bits(out, row_stride, r, n, values, NB: tl.constexpr, BITS: tl.
 @triton.jit
 def _halves(x, row_stride, row, block, there):
     """Both halves [B, 8] of blocks, as FP32."""
-    at = x + _offsets(row, row_stride, block, 8)
+    at = x + (row.to(tl.int64) * row_stride + block * 16)[:, None] + tl.arange(0, 8)[None, :]
     low = tl.load(at, mask=there[:, None])
     high = tl.load(at + 8, mask=there[:, None])
     return _as_float32(low), _as_float32(high)
@@ -263,29 +269,46 @@ def _tensor_scales(up, back, decode, row, there, PER_ROW: tl.constexpr):
 
 
 @triton.jit
+def _values(magnitude, y, factor, ORDER: tl.constexpr, CODES: tl.constexpr):
+    """Dequantised values of magnitudes FP32 [B, 8], with y's sign, by factors [B]."""
+    if CODES and ORDER != TORCHAO:
+        y += 0.0
+    return _float(_bits(magnitude) | (_bits(y) & _SIGN)) * factor[:, None]
+
+
+@triton.jit
+def _bytes(shifted, y, ORDER: tl.constexpr, BITS: tl.constexpr):
+    """Codes of sums, one a byte at 8 bits, else packed."""
+    if ORDER != TORCHAO:  # of all packages, it alone gives -0 its sign
+        y += 0.0
+    if BITS == 1:
+        packed = _packed(shifted, 1)
+    elif BITS == 2:
+        packed = _packed(_code(shifted), 2)
+    elif BITS == 4:
+        packed = _packed(_code(shifted) | (_bits(y) >> 28) & 8, 4)
+    else:
+        packed = (_code(shifted) | (_bits(y) >> 28) & 8).to(tl.uint8)
+    return packed
+
+
+@triton.jit
 def _store(
-    x, values, codes, codes_stride, row, block, there, n, HALF: tl.constexpr,
-    y, magnitude, shifted, factor, ORDER: tl.constexpr, CODE_BITS: tl.constexpr,
+    x, values, codes, codes_stride, row, block, there, n, factor,
+    y_0, magnitude_0, shifted_0, y_1, magnitude_1, shifted_1,
+    ORDER: tl.constexpr, CODE_BITS: tl.constexpr,
 ):  # fmt: skip
-    """Store what is wanted of half blocks: magnitudes FP32 [B, 8] times `factor` [B], and codes."""
-    if codes is not None and ORDER != TORCHAO:
-        y += 0.0  # of all packages, torchao alone gives -0 its sign
-    mask = there[:, None]
+    """Store what is wanted of blocks: magnitudes FP32 times `factor` [B], and codes; half by half."""
+    CODES: tl.constexpr = codes is not None
     if values is not None:
-        out = _float(_bits(magnitude) | (_bits(y) & _SIGN)) * factor[:, None]
-        at = _offsets(row, n * 16, block, 8) + HALF * 8
-        tl.store(values + at, out.to(x.dtype.element_ty), mask=mask)
-    if CODE_BITS == 8:
-        code = _code(shifted) | (_bits(y) >> 28) & 8
-        tl.store(codes + _offsets(row, n * 16, block, 8) + HALF * 8, code.to(tl.uint8), mask=mask)
-    elif CODE_BITS > 0:
-        if CODE_BITS == 1:
-            packed = _packed(shifted, 1)
-        elif CODE_BITS == 2:
-            packed = _packed(_code(shifted), 2)
-        else:
-            packed = _packed(_code(shifted) | (_bits(y) >> 28) & 8, 4)
-        tl.store(codes + _offsets(row, codes_stride, block, CODE_BITS) + HALF * CODE_BITS, packed, mask=mask)
+        out_0 = _values(magnitude_0, y_0, factor, ORDER, CODES).to(x.dtype.element_ty)
+        out_1 = _values(magnitude_1, y_1, factor, ORDER, CODES).to(x.dtype.element_ty)
+        at = values + _offsets(row, n * 16, block, 16)
+        tl.store(at, _whole(out_0, out_1), mask=there[:, None])
+    if CODE_BITS > 0:
+        bytes_0, bytes_1 = _bytes(shifted_0, y_0, ORDER, CODE_BITS), _bytes(shifted_1, y_1, ORDER, CODE_BITS)
+        at = codes + _offsets(row, codes_stride, block, 2 * CODE_BITS)
+        tl.store(at, _whole(bytes_0, bytes_1), mask=there[:, None])
 
 
 @triton.jit
@@ -327,19 +350,19 @@ def quantize_kernel(
 ):
     """Round to nearest: any of dequantised values, codes and scales, packed or not, and zero blocks."""
     row, block, there = _places(r, n, NB, B)
-    up, back, decode = _tensor_scales(up, back, decode, row, there, PER_ROW)
     low, high = _halves(x, x_stride, row, block, there)
+    up, back, decode = _tensor_scales(up, back, decode, row, there, PER_ROW)
     amax = _amax(low, high, SPLITS)
     _mark(marks, slot, (_bits(amax) >= 0x7F800000) & there, NON_FINITE)
     scale, scale_code = _block_scale(amax, up, ORDER, x.dtype.element_ty)
     factor = _factor(scale, back, ORDER)
-    for HALF in tl.static_range(2):
-        y = _scaled(low if HALF == 0 else high, factor, ORDER)
-        _, shifted, nearest = _nearest(tl.minimum(tl.abs(y), 6.0))
-        _store(
-            x, values, codes, codes_stride, row, block, there, n, HALF,
-            y, nearest, shifted, scale * decode, ORDER, CODE_BITS,
-        )  # fmt: skip
+    y_0, y_1 = _scaled(low, factor, ORDER), _scaled(high, factor, ORDER)
+    _, shifted_0, nearest_0 = _nearest(tl.minimum(tl.abs(y_0), 6.0))
+    _, shifted_1, nearest_1 = _nearest(tl.minimum(tl.abs(y_1), 6.0))
+    _store(
+        x, values, codes, codes_stride, row, block, there, n, scale * decode,
+        y_0, nearest_0, shifted_0, y_1, nearest_1, shifted_1, ORDER, CODE_BITS,
+    )  # fmt: skip
     _store_scales(scales, scales_stride, row, block, there, r, n, scale_code, NB, SCALE_BITS)
     if zero_bits is not None:
         zero = ((scale_code == 0) & there).to(tl.int32)
@@ -366,6 +389,27 @@ def _field(packed, row_stride, row, i, size, there, BITS: tl.constexpr):
         behind = tl.minimum((bit >> 3) + 1, size - 1)
         word |= tl.load(packed + behind, mask=there, other=0).to(tl.int32) << 8
     return (word >> (bit & 7)) & ((1 << BITS) - 1)
+
+
+@triton.jit
+def _toward(
+    y, start, there, guided, band, BITS: tl.constexpr, BANDED: tl.constexpr, CODES: tl.constexpr
+):  # fmt: skip
+    """Round scaled values FP32 [B, 8] toward records u8 that begin at `start` [B]: sums, magnitudes."""
+    v = tl.minimum(tl.abs(y), 6.0)
+    octave, shifted, nearest = _nearest(v)
+    if BITS > 0:
+        BYTES: tl.constexpr = y.shape[1] * BITS // 8
+        at = start[:, None] + tl.arange(0, BYTES)[None, :]
+        packed = tl.load(at, mask=there[:, None], other=0).to(tl.int32)
+        i = tl.arange(0, 8 // BITS) * BITS
+        record = (packed[:, :, None] >> i[None, None, :]).reshape(y.shape[0], y.shape[1])
+        if BITS > 1:
+            record &= (1 << BITS) - 1
+        nearest = _moved(v, octave, shifted, nearest, y, record, guided, band, BITS, BANDED)
+        if CODES:
+            _, shifted, _ = _nearest(nearest)
+    return shifted, nearest
 
 
 @triton.jit(do_not_specialize=["r", "slot"])
@@ -402,8 +446,8 @@ def guided_kernel(
 ):
     """Round toward a record: dequantised values, or codes and scales."""
     row, block, there = _places(r, n, NB, B)
-    up, back, decode = _tensor_scales(up, back, decode, row, there, PER_ROW)
     low, high = _halves(x, x_stride, row, block, there)
+    up, back, decode = _tensor_scales(up, back, decode, row, there, PER_ROW)
     amax = _amax(low, high, SPLITS)
     _mark(marks, slot, (_bits(amax) >= 0x7F800000) & there, NON_FINITE)
     scale, scale_code = _block_scale(amax, up, ORDER, x.dtype.element_ty)
@@ -428,24 +472,15 @@ def guided_kernel(
 
     factor = _factor(scale, back, ORDER)
     CODE_BITS: tl.constexpr = 8 if codes is not None else 0
-    for HALF in tl.static_range(2):
-        y = _scaled(low if HALF == 0 else high, factor, ORDER)
-        v = tl.minimum(tl.abs(y), 6.0)
-        octave, shifted, nearest = _nearest(v)
-        if GUIDE_BITS > 0:
-            at = record + _offsets(row, record_stride, block, GUIDE_BITS) + HALF * GUIDE_BITS
-            packed = tl.load(at, mask=there[:, None], other=0).to(tl.int32)
-            i = tl.arange(0, 8 // GUIDE_BITS) * GUIDE_BITS
-            fields = (packed[:, :, None] >> i[None, None, :]).reshape(B, 8)
-            if GUIDE_BITS > 1:
-                fields &= (1 << GUIDE_BITS) - 1
-            nearest = _moved(v, octave, shifted, nearest, y, fields, guided, band, GUIDE_BITS, BANDED)
-            if CODE_BITS > 0:
-                _, shifted, _ = _nearest(nearest)
-        _store(
-            x, values, codes, 0, row, block, there, n, HALF,
-            y, nearest, shifted, scale * decode, ORDER, CODE_BITS,
-        )  # fmt: skip
+    y_0, y_1 = _scaled(low, factor, ORDER), _scaled(high, factor, ORDER)
+    start = record + row.to(tl.int64) * record_stride + block * (2 * GUIDE_BITS)
+    shifted_0, taken_0 = _toward(y_0, start, there, guided, band, GUIDE_BITS, BANDED, codes is not None)
+    start += GUIDE_BITS
+    shifted_1, taken_1 = _toward(y_1, start, there, guided, band, GUIDE_BITS, BANDED, codes is not None)
+    _store(
+        x, values, codes, n * 16, row, block, there, n, scale * decode,
+        y_0, taken_0, shifted_0, y_1, taken_1, shifted_1, ORDER, CODE_BITS,
+    )  # fmt: skip
     _store_scales(scales, n, row, block, there, r, n, scale_code, NB, CODE_BITS)
 
 

@@ -146,7 +146,7 @@ def _nearest(
             *_numbers(tensor_scale, order, tile.rows),
             values,
             codes,
-            0 if codes is None or code_bits == 8 else codes.stride(0),
+            0 if codes is None else 16 * tile.n if code_bits == 8 else codes.stride(0),
             scales,
             0 if scales is None else tile.n if scales.ndim == 1 else scales.stride(-2),
             zero_bits,
