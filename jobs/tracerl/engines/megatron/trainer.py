@@ -1,8 +1,8 @@
 """`TrainerEngine` on Megatron-Core: its model, its parallel ranks, optimizer and checkpoints.
 
-It runs on a CPU, in one process or several over gloo: data, tensor, context and expert parallel. Device
-"cuda" is written and never ran. Pipeline parallelism is refused: the loop's loss is of a whole micro-batch,
-and a schedule would want it piece by piece. Which records a rank needs is in `slicing`.
+It runs on a CPU, in one process or several over gloo: data, tensor, context and expert parallel. On "cuda"
+one process ran; several, over NCCL, never did. Pipeline parallelism is refused: the loop's loss is of a whole
+micro-batch, and a schedule would want it piece by piece. Which records a rank needs is in `slicing`.
 """
 
 from __future__ import annotations
