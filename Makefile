@@ -90,7 +90,7 @@ test-gpu: install ## Kernels and the reference engine on an NVIDIA GPU, two minu
 test-transport: install ## Kills, corruption and soak of the record store, and the object store on a real S3 server
 	@command -v strace >/dev/null || { echo "make: strace is needed to kill processes at their system calls: install it (Debian: apt-get install strace) and try again"; exit 1; }
 	@$(SYNC) --group s3
-	$(RUN) pytest -n 2 --dist loadfile -c tests/transport/pytest.ini tests/transport
+	$(RUN) pytest -c tests/transport/pytest.ini tests/transport
 
 .PHONY: test-monitoring
 test-monitoring: install ## Dashboards and alerts on a real Prometheus that scrapes a real run, two minutes
