@@ -28,6 +28,8 @@ import pytest
 
 SECONDS = 30.0
 """Deadline for things that take milliseconds: reached only when they do not happen."""
+START_SECONDS = 120.0
+"""Deadline of a nursery's start and end, also where the other one is short: it imports the package."""
 HERE = Path(__file__).resolve().parent
 PACKAGES = HERE.parents[1] / "jobs"
 KILLS = os.environ.get("TRACERL_KILLS", "some")
@@ -211,14 +213,15 @@ class Nursery:
                 env=environment,
             )
         theirs.close()
-        self._socket.settimeout(SECONDS)
+        self._socket.settimeout(START_SECONDS)
         if not self._socket.recv(100):
             raise Violation(f"the actors do not start: {(directory / 'nursery.stderr').read_text()}")
+        self._socket.settimeout(SECONDS)
 
     def close(self) -> None:
         """End the nursery, and with it all actors."""
         self._socket.close()
-        self._process.wait(SECONDS)
+        self._process.wait(START_SECONDS)
 
     def ended(self) -> dict[int, int]:
         """How actors ended, by pid: exit code, or minus the signal."""
