@@ -183,8 +183,10 @@ def entry(kind: str, setting: str, arm: str, seed: int, document: dict[str, Any]
 # -- one process ------------------------------------------------------------------------------------------
 
 
-def prepare() -> None:
-    """Start a worker: one CPU thread, the rest is the GPU's."""
+def prepare(gpus: multiprocessing.Queue[str]) -> None:
+    """Start a worker on the GPU that is its turn: one CPU thread, the rest is the GPU's."""
+    # Before CUDA starts in this process: a device that is set holds for one of its threads alone.
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpus.get()
     import torch
 
     torch.set_num_threads(1)
@@ -292,7 +294,10 @@ def execute(runs: Sequence[dict[str, Any]], out: Path, *, workers: int, device: 
     place.mkdir(parents=True, exist_ok=True)
     about = machine(device)
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=prepare) as pool:
+    turns = context.Queue()
+    for _, gpu in zip(range(workers), itertools.cycle(visible_gpus()), strict=False):
+        turns.put(gpu)
+    with ProcessPoolExecutor(workers, context, prepare, (turns,)) as pool:
         # Runs that start from the same warm-up would all compute it.
         first = {(run["setting"], run["seed"]): run["job"] for run in todo}
         warming = {pool.submit(warm, document, place, device): key for key, document in first.items()}
@@ -300,6 +305,15 @@ def execute(runs: Sequence[dict[str, Any]], out: Path, *, workers: int, device: 
             print(f"warm-up of {warming[future]}: {future.result():.1f} s", flush=True)
         running = [pool.submit(one, run, place, device, deadline) for run in todo]
         keep(as_completed(running), out, about)
+
+
+def visible_gpus() -> list[str]:
+    """GPUs that this process sees, as CUDA_VISIBLE_DEVICES names them; an empty name where there is none."""
+    import torch
+
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = torch.cuda.device_count()
+    return (named.split(",") if named else [str(number) for number in range(count)])[:count] or [""]
 
 
 def keep(finished: Iterable[Future[dict[str, Any] | None]], out: Path, about: dict[str, Any]) -> None:
@@ -323,7 +337,7 @@ def machine(device: str) -> dict[str, Any]:
 
     about: dict[str, Any] = {"cores": os.cpu_count(), "torch": torch.__version__}
     if device.startswith("cuda"):
-        about["gpu"] = torch.cuda.get_device_name(device)
+        about |= {"gpu": torch.cuda.get_device_name(device), "gpus": torch.cuda.device_count()}
     return about
 
 
