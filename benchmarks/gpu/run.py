@@ -76,14 +76,14 @@ def measure_decode(*, quick: bool) -> dict[str, Any]:
     """Decoding under a CUDA graph, with capture and without."""
     import decode
 
-    return {arm: decode.measure(arm, pairs=5 if quick else 30) for arm in decode.ARMS}
+    return {arm: decode.measure(arm, pairs=3 if quick else 20) for arm in decode.ARMS}
 
 
 def measure_training(*, quick: bool) -> dict[str, Any]:
     """A whole training step, with records and guided kernels and without."""
     import training
 
-    return {arm: training.measure(training.Size(), arm, pairs=5 if quick else 25) for arm in training.ARMS}
+    return {arm: training.measure(training.Size(), arm, pairs=3 if quick else 16) for arm in training.ARMS}
 
 
 SECTIONS: dict[str, Callable[..., dict[str, Any]]] = {
