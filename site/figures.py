@@ -1,7 +1,7 @@
 """`python site/figures.py [DIRECTORY]`: draws the pictures of the documentation as SVG, for light and dark.
 
-A picture is boxes at given places with arrows between them; nothing is laid out by itself. They are images
-with a style of their own, so that GitHub and the site show the same.
+A picture is boxes at given places with arrows between them, or plots of committed results; nothing is laid
+out by itself. They are images with a style of their own, so that GitHub and the site show the same.
 """
 
 # Lines of SVG and CSS are as long as they are.
@@ -9,24 +9,32 @@ with a style of their own, so that GitHub and the site show the same.
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
+from typing import Any
+
+from plots import Plot, Scale
+
+RESULTS = Path(__file__).parents[1] / "benchmarks/results"
 
 _STYLE = """
   .box { fill: #fff; stroke: #5b6b7c } .group { fill: #eef2f6; stroke: #c3ccd6 } .store { fill: #e6f3ee; stroke: #2d8a63 }
   .key { fill: #e5effb; stroke: #1264c4 } .line { stroke: #5b6b7c; fill: none } .head { fill: #5b6b7c }
   .ink { fill: #16202c } .soft { fill: #56616e } .halo { stroke: #fff } .guided { fill: #1264c4 } .rtn { fill: #cf5a10 }
-  .guided-line { stroke: #1264c4 } .rtn-line { stroke: #cf5a10 }
+  .guided-line { stroke: #1264c4 } .rtn-line { stroke: #cf5a10 } .copy { fill: #2d8a63 } .copy-line { stroke: #2d8a63 }
+  .pack { fill: #7a4bc2 } .pack-line { stroke: #7a4bc2 }
   @media (prefers-color-scheme: dark) {
     .box { fill: #1b232d; stroke: #8494a6 } .group { fill: #232d38; stroke: #4a5867 } .store { fill: #17352a; stroke: #5fc692 }
     .key { fill: #17304d; stroke: #63a8f7 } .line { stroke: #93a1b1 } .head { fill: #93a1b1 }
     .ink { fill: #e7ecf2 } .soft { fill: #a9b5c2 } .halo { stroke: #1e2129 } .guided { fill: #63a8f7 } .rtn { fill: #f39a57 }
-    .guided-line { stroke: #63a8f7 } .rtn-line { stroke: #f39a57 }
+    .guided-line { stroke: #63a8f7 } .rtn-line { stroke: #f39a57 } .copy { fill: #5fc692 } .copy-line { stroke: #5fc692 }
+    .pack { fill: #b391f2 } .pack-line { stroke: #b391f2 }
   }
   text { font: 13px system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; text-anchor: middle }
-  .small { font-size: 12px } .halo { paint-order: stroke; stroke-width: 5px; stroke-linejoin: round } .left { text-anchor: start }
+  .small { font-size: 12px } .halo { paint-order: stroke; stroke-width: 5px; stroke-linejoin: round } .left { text-anchor: start } .end { text-anchor: end }
 """
 
 
@@ -174,6 +182,75 @@ def _rounding() -> Figure:
     )
 
 
+_KERNELS = {
+    "copy": ("device copy", "copy"),
+    "rtnFakeQuantize": ("round to nearest", "rtn"),
+    "rtnQuantizePack": ("quantise and pack", "pack"),
+    "guidedFakeQuantize1bit": ("guided, 1 bit", "guided"),
+}
+"""Kernels of benchmarks/gpu that are drawn, with their words and colours."""
+_LANES = 128
+"""Thread instructions that a multiprocessor of Hopper issues a cycle."""
+
+
+def _gpu(document: dict[str, Any]) -> Figure:
+    """What the kernels reach: bandwidth by size, and where between the roofs of memory and instructions."""
+    about, kernels = document["machine"], document["kernels"]
+    mib = 2**20
+    sizes = kernels["sizes"]
+    low, high = sizes[0]["bytes"] / mib, sizes[-1]["bytes"] / mib
+    bandwidth = Plot(
+        (62, 40, 320, 230),
+        "Bytes read and written a second",
+        Scale(
+            low,
+            high,
+            tuple((v, f"{v:g}") for v in (1, 4, 16, 64, 256, 1024) if low <= v <= high),
+            "BF16 values, MiB",
+            log=True,
+        ),
+        Scale(0, 5, tuple((v, f"{v:g}") for v in range(6)), "TB/s"),
+    )
+    clock = float(about["clocks.max.sm"].split()[0]) * 1e6
+    issue = about["multiprocessors"] * _LANES * clock / 1e12
+    memory = about["copyBytesPerSecond"] / 1e12
+    ridge = issue / memory
+    roof = Plot(
+        (482, 40, 320, 230),
+        "Instructions a second",
+        Scale(
+            1,
+            32,
+            tuple((v, f"{v:g}") for v in (1, 2, 4, 8, 16, 32)),
+            "thread instructions a byte moved",
+            log=True,
+        ),
+        Scale(4, 48, tuple((v, f"{v:g}") for v in (4, 8, 16, 32)), "10¹² instructions/s", log=True),
+    )
+    parts = [*bandwidth.axes(), *roof.axes()]
+    parts += roof.line([(1, memory), (ridge, issue), (32, issue)], "copy", dots=False)
+    parts.append(roof.word((2, 2 * memory), "memory: a copy", "copy", (8, 10)))
+    parts.append(roof.word((32, issue), "issue: 4 warps a cycle", "copy", (-6, -8), "end"))
+    for number, (kernel, (word, kind)) in enumerate(_KERNELS.items()):
+        rates = [
+            (one["bytes"] / mib, one[kernel]["movedBytes"] / one[kernel]["seconds"] / 1e12) for one in sizes
+        ]
+        parts += bandwidth.line(rates, kind, dashed=kernel == "copy")
+        parts.append(bandwidth.word((high, 0), word, kind, (-8, -66 + 18 * number), "end"))
+        counted = kernels["instructions"].get(kernel)
+        if counted:
+            largest = sizes[-1]
+            values, moved = largest["bytes"] / 2, largest[kernel]["movedBytes"]
+            done = counted["perValue"] * values
+            point = (done / moved, done / largest[kernel]["seconds"] / 1e12)
+            parts += roof.line([point], kind)
+            counts = f"{word}, {counted['perValue']:.0f} a value"
+            parts.append(roof.word((32, 4), counts, kind, (-8, -66 + 18 * number), "end"))
+    return Figure(
+        (830, 330), f"Kernels on an {about['gpu']}: bandwidth by size, and the roofline", {}, (), tuple(parts)
+    )
+
+
 FIGURES = {
     "how-it-works": Figure(
         (860, 250),
@@ -279,6 +356,7 @@ FIGURES = {
         ),
     ),
     "rounding": _rounding(),
+    "gpu-kernels": _gpu(json.loads((RESULTS / "gpu-h200.json").read_text(encoding="utf-8"))),
 }
 
 
