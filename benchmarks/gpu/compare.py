@@ -365,19 +365,19 @@ def summarise(out: Path) -> dict[str, Any]:
         steps = [run["steps"] for run in runs]
         row: dict[str, Any] = {"setting": setting, "arm": arm}
         row["missingRows"] = sum(step["missing"] for run in steps for step in run)
-        row["heldOutStart"] = spread([run["heldOutStart"] for run in runs])
         if kind == "equal":
+            row["heldOutStart"] = spread([run["heldOutStart"] for run in runs])
             row["gap"] = spread([run[0]["gapGuided"] for run in steps])
             row["gapUnguided"] = spread([run[0]["gapUnguided"] for run in steps])
             row["gapBefore"] = EVIDENCE[setting].get(arm)
             for key in ("mismatchRTN", "mismatchGuided", "adjacentRTN", "scalesWrong"):
-                if all(key in run[0] for run in steps):
-                    layers = zip(*(run[0][key] for run in steps), strict=True)
-                    row[key] = [statistics.fmean(layer) for layer in layers]
+                if audited := [run[0][key] for run in steps if key in run[0]]:
+                    row[key] = [statistics.fmean(layer) for layer in zip(*audited, strict=True)]
             equal.append(row)
         else:
             row |= {"learningRate": rate, "steps": max(map(len, steps))}
-            row["heldOutEnd"] = spread([run["heldOutEnd"] for run in runs])
+            for key in ("seed", "heldOutStart", "heldOutEnd"):
+                row[key] = [run[key] for run in runs]
             row["rewardEighths"] = [eighths([step["reward"] for step in run]) for run in steps]
             row["gapEighths"] = [eighths([step["gapGuided"] for step in run]) for run in steps]
             row["rewardEighthsBefore"] = (
@@ -410,16 +410,18 @@ def table(summary: dict[str, Any]) -> str:
         )
     lines += [
         "",
-        "| setting | learning rate | arm | seeds | held-out reward | reward in eighths | gap in eighths |",
+        "| setting | learning rate | seed | arm | held-out reward | reward in eighths | gap in eighths |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for row in summary["rl"]:
-        rewards = [statistics.fmean(part) for part in zip(*row["rewardEighths"], strict=True)]
-        gaps = [statistics.fmean(part) for part in zip(*row["gapEighths"], strict=True)]
+    rows = [(row, index) for row in summary["rl"] for index in range(len(row["seed"]))]
+    for row, index in sorted(
+        rows, key=lambda one: (one[0]["setting"], one[0]["learningRate"], one[0]["seed"][one[1]])
+    ):
         lines.append(
-            f"| {row['setting']} | {row['learningRate']} | {row['arm']} | {row['heldOutEnd']['seeds']} "
-            f"| {row['heldOutStart']['mean']:.3f} → {row['heldOutEnd']['mean']:.3f} "
-            f"| {' '.join(f'{value:.2f}' for value in rewards)} | {' '.join(f'{gap:.4f}' for gap in gaps)} |"
+            f"| {row['setting']} | {row['learningRate']} | {row['seed'][index]} | {row['arm']} "
+            f"| {row['heldOutStart'][index]:.3f} → {row['heldOutEnd'][index]:.3f} "
+            f"| {' '.join(f'{reward:.2f}' for reward in row['rewardEighths'][index])} "
+            f"| {' '.join(f'{gap:.4f}' for gap in row['gapEighths'][index])} |"
         )
     return "\n".join(lines)
 
