@@ -1,0 +1,37 @@
+"""The page about the GPU shows the figures that are committed."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/how-to/gpu.md").read_text(encoding="utf-8")
+
+
+def results(name):
+    return json.loads((ROOT / "benchmarks/results" / name).read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks/gpu"))
+    import compare
+    import run
+
+    yield run, compare
+    for name in ("run", "compare"):
+        sys.modules.pop(name, None)
+
+
+def test_its_tables_are_those_of_the_results(gpu):
+    run, compare = gpu
+    measured = results("gpu-h200.json")
+    tables = [
+        run.kernels_markdown(measured["kernels"]),
+        run.steps_markdown(measured),
+        *compare.table(results("gpu-h200-compare.json")).split("\n\n"),
+    ]
+    for table in tables:
+        assert table in PAGE
