@@ -763,9 +763,9 @@ def gpu_split(facts: Facts) -> Iterator[Fault]:
         yield Fault(path, problem, "split them 2+2, 3+1 or 1+3, or write spec.placement.colocation: None")
 
 
-@_rule(Level.START, "spec.rollout.gpusPerNode", "spec.trainer.gpusPerNode")
+@_rule(Level.START, "spec.rollout.gpusPerNode", "spec.trainer.gpusPerNode", "spec.trainer.nodes")
 def gpus_are_there(facts: Facts) -> Iterator[Fault]:
-    """The machine has the GPUs of both roles on all nodes that it stands in for; Reference engines share."""
+    """The machine has the GPUs of all nodes that it stands in for; Reference rollouts share with trainers."""
     rollout, trainer = facts.spec.rollout, facts.spec.trainer
     shared = rollout.engine is RolloutEngine.REFERENCE and trainer.engine is TrainerEngine.REFERENCE
     wanted = (
@@ -776,7 +776,13 @@ def gpus_are_there(facts: Facts) -> Iterator[Fault]:
     if facts.machine is not None and wanted > facts.machine.gpus:
         path = "spec.rollout.gpusPerNode" if rollout.gpus_per_node else "spec.trainer.gpusPerNode"
         problem = f"and the other role's ask for {wanted} GPUs, but this machine has {facts.machine.gpus}"
+        if "CUDA_VISIBLE_DEVICES" in os.environ:
+            problem += " in CUDA_VISIBLE_DEVICES"
         yield Fault(path, problem, f"write at most {facts.machine.gpus}{'' if shared else ' together'}")
+    elif facts.machine is not None and trainer.nodes * trainer.gpus_per_node > facts.machine.gpus:
+        # They add gradients up over NCCL, which refuses two processes of one GPU.
+        problem = f"is {trainer.nodes}, each with a GPU of its own, but this machine has {facts.machine.gpus}"
+        yield Fault("spec.trainer.nodes", problem, f"write at most {facts.machine.gpus}, or no GPUs")
 
 
 @_rule(Level.API, "spec.rollout.resources", "spec.trainer.resources")

@@ -17,7 +17,7 @@ from tracerl.api.constants import Reason
 from tracerl.api.errors import InputError, JobError, TraceRLError
 from tracerl.api.job import TraceRLJob
 from tracerl.api.load import load_job
-from tracerl.api.machine import Machine
+from tracerl.api.machine import Machine, chosen_gpus
 from tracerl.api.resolved import ResolvedJob, RunLayout
 from tracerl.observe.run import Ending, parse_line
 from tracerl.observe.runlog import RunLog, Tail
@@ -193,16 +193,15 @@ def process_specs(resolved: ResolvedJob) -> list[ProcessSpec]:
 
 def _visible_gpus() -> list[str]:
     """GPUs of this machine that processes may use, by the names that CUDA knows them by."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None:
-        return [str(index) for index in range(Machine.here().gpus)]
-    return [name.strip() for name in chosen.split(",") if name.strip()]
+    chosen = chosen_gpus()
+    return [str(index) for index in range(Machine.here().gpus)] if chosen is None else chosen
 
 
 def _gpus(resolved: ResolvedJob, visible: Sequence[str]) -> dict[str, dict[str, str]]:
     """The environment that shows each process its GPUs: rollouts the first ones, then trainers one each.
 
-    Where there are fewer than are asked for, which only the Reference engines may, processes share them.
+    Where there are fewer than are asked for, which only the Reference engines may, rollouts share them with
+    trainers, never trainers with each other.
     """
     spec, endpoints, taken = resolved.job.spec, resolved.endpoints, 0
     asked = [(endpoint.name, spec.rollout.gpus_per_node) for endpoint in endpoints.rollout]

@@ -654,6 +654,33 @@ def test_reference_engines_alone_share_a_gpu(manifest: dict[str, Any], trainer: 
     assert ("spec.rollout.gpusPerNode" in {one.path for one in found}) == fault
 
 
+@pytest.mark.parametrize(("gpus", "fault"), [(1, True), (2, False)])
+def test_reference_trainers_share_no_gpu_with_each_other(
+    manifest: dict[str, Any], gpus: int, fault: bool
+) -> None:
+    """Their gradients are added up over NCCL, which refuses two processes of one GPU."""
+    changes = [
+        "spec.rollout={gpusPerNode: 1, nodes: 2}",
+        "spec.trainer={gpusPerNode: 1, nodes: 2, parallelism: {data: 2}}",
+    ]
+    found = check(apply_overrides(manifest, changes), machine=Machine(gpus=gpus, shared_memory=2**40))
+    assert [one.path for one in found] == ["spec.trainer.nodes"] * fault
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus"), [(None, 2), ("", 0), ("1", 1), ("0,1", 2), ("GPU-8c1", 1), ("0,1,2", 2)]
+)
+def test_a_machine_has_the_gpus_that_cuda_shows(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, gpus: int
+) -> None:
+    files = [Path("/dev") / name for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm")]
+    monkeypatch.setattr(Path, "glob", lambda *_: iter(files))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert Machine.here().gpus == gpus
+
+
 @pytest.mark.parametrize(("overrides", "path", "fragment"), ON_A_MACHINE, ids=lambda value: str(value)[:60])
 def test_fault_of_this_machine(
     manifest: dict[str, Any], overrides: list[str], path: str, fragment: str
