@@ -441,6 +441,12 @@ def main() -> None:
     parser.add_argument("--result", type=Path, default=RESULTS, help="summarise: write the JSON here")
     arguments = parser.parse_args()
     if arguments.command == "run":
+        import torch
+
+        if arguments.device.startswith("cuda") and not torch.cuda.is_available():
+            sys.exit(
+                "benchmarks/gpu/compare.py: PyTorch sees no GPU here; give --device cpu, or run it elsewhere"
+            )
         seeds = range(1, arguments.seeds + 1)
         wanted = [run for run in equal_runs(seeds) + rl_runs(seeds) if arguments.only in run["name"]]
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
@@ -448,6 +454,10 @@ def main() -> None:
         execute(wanted, arguments.out, **how)
     summary = summarise(arguments.out)
     if arguments.command == "summarise":
+        if not read_runs(arguments.out):
+            sys.exit(
+                f"benchmarks/gpu/compare.py: {arguments.out} holds no runs; make some, or give another --out"
+            )
         arguments.result.write_text(json.dumps(summary, indent=1) + "\n")
     print(table(summary))
 

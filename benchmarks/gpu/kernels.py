@@ -15,6 +15,7 @@ import os
 import re
 import statistics
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -465,6 +466,10 @@ def main() -> None:
     parser.add_argument("--values", type=int, default=128 * MIB, help="how many to compare")
     parser.add_argument("--quick", action="store_true", help="two sizes")
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit(
+            "benchmarks/gpu/kernels.py: PyTorch sees no GPU here; run it on a machine with an NVIDIA GPU"
+        )
     if arguments.verify:
         print(f"{verify(arguments.values)} values: every function gives the reference's bits")
         return

@@ -35,3 +35,14 @@ def test_its_tables_are_those_of_the_results(gpu):
     ]
     for table in tables:
         assert table in PAGE
+
+
+def test_results_are_not_replaced_by_those_of_no_runs(gpu, monkeypatch, tmp_path):
+    _, compare = gpu
+    result = tmp_path / "result.json"
+    result.write_text("{}", encoding="utf-8")
+    nowhere = str(tmp_path / "runs.jsonl")
+    monkeypatch.setattr(sys, "argv", ["compare.py", "summarise", "--out", nowhere, "--result", str(result)])
+    with pytest.raises(SystemExit, match="holds no runs; make some"):
+        compare.main()
+    assert result.read_text(encoding="utf-8") == "{}"
