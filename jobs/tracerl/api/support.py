@@ -16,7 +16,9 @@ from tracerl.api.job import (
     NumericsBackend,
     PrefillAttends,
     RolloutEngine,
+    SecondInput,
     Staleness,
+    Target,
     TensorScaleRule,
     TrainerEngine,
 )
@@ -163,6 +165,30 @@ def _refuse_exact_prefill(facts: Facts) -> Iterator[Fault]:
     yield Fault("spec.quantization.prefillAttends", problem, "write Quantized, or choose these engines")
 
 
+def _refuse_unseen_codes(facts: Facts) -> Iterator[Fault]:
+    spec, rollout, sizes = facts.spec, facts.spec.rollout, facts.spec.rollout.parallelism
+    if rollout.engine is not RolloutEngine.SGLANG:
+        return
+    experts = Target.ROUTED_EXPERTS in spec.quantization.targets
+    second = spec.quantization.second_input if experts else SecondInput.BF16
+    if rollout.numerics is NumericsBackend.EMULATED and second is not SecondInput.BF16 and sizes.expert > 1:
+        problem = f"is {sizes.expert}, but a quantised second input is emulated where all experts are"
+        remedy = "write 1, or spec.quantization.secondInput: BF16"
+        yield Fault("spec.rollout.parallelism.expert", problem, remedy)
+    if second is SecondInput.RECORDED and sizes.tensor > 1:
+        problem = f"is {sizes.tensor}, so that every rank would have a part of the recorded second input"
+        remedy = "write 1, or spec.quantization.secondInput: RTN"
+        yield Fault("spec.rollout.parallelism.tensor", problem, remedy)
+    if rollout.numerics is NumericsBackend.NATIVE:
+        emulated = "or spec.rollout.numerics: Emulated"
+        if second is SecondInput.RECORDED:
+            problem = "is Recorded, but FP4 kernels do not show their second input"
+            yield Fault("spec.quantization.secondInput", problem, f"write RTN, {emulated}")
+        if spec.records.audit_every:
+            problem = f"is {spec.records.audit_every}, but whole codes of all layers stay on the device"
+            yield Fault("spec.records.auditEvery", problem, f"write 0, {emulated}")
+
+
 def _yaml(value: object) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
@@ -188,6 +214,19 @@ SUPPORT_RULES: tuple[Rule, ...] = (
         "`Exact` only with rollout engine SGLang, `numerics: Emulated`, trainer engine Megatron and no "
         "context parallelism: the Reference engines attend what is stored, and so do SGLang's NVFP4 kernels.",
         _refuse_exact_prefill,
+    ),
+    Rule(
+        "version-codes-of-sglang",
+        Level.START,
+        (
+            "spec.rollout.parallelism",
+            "spec.rollout.numerics",
+            "spec.quantization.secondInput",
+            "spec.records.auditEvery",
+        ),
+        "With SGLang: `Emulated` has experts apart only with `secondInput: BF16`, and records a second input "
+        "in one rank alone; `Native` records none, and audits nothing.",
+        _refuse_unseen_codes,
     ),
     Rule(
         "version-model-uri",

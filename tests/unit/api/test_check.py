@@ -398,6 +398,40 @@ BAD: list[tuple[list[str], str, str]] = [
     # what this version does not run
     (["spec.trainer.engine=Verl"], "spec.trainer.engine", "write Reference or Megatron"),
     (
+        [
+            "spec.rollout={engine: SGLang, parallelism: {tensor: 2, expert: 2}}",
+            "spec.quantization.secondInput=RTN",
+        ],
+        "spec.rollout.parallelism.expert",
+        "is 2, but a quantised second input is emulated where all experts are; write 1, or spec.quantization",
+    ),
+    (
+        [
+            "spec.rollout={engine: SGLang, parallelism: {tensor: 2}}",
+            "spec.quantization.secondInput=Recorded",
+        ],
+        "spec.rollout.parallelism.tensor",
+        "is 2, so that every rank would have a part of the recorded second input; write 1, or spec.quant",
+    ),
+    (
+        [
+            "spec.rollout={engine: SGLang, gpusPerNode: 1, numerics: Native}",
+            "spec.quantization.secondInput=Recorded",
+            *APART,
+        ],
+        "spec.quantization.secondInput",
+        "is Recorded, but FP4 kernels do not show their second input; write RTN, or spec.rollout.numerics",
+    ),
+    (
+        [
+            "spec.rollout={engine: SGLang, gpusPerNode: 1, numerics: Native}",
+            "spec.records.auditEvery=8",
+            *APART,
+        ],
+        "spec.records.auditEvery",
+        "is 8, but whole codes of all layers stay on the device; write 0, or spec.rollout.numerics: Emulated",
+    ),
+    (
         ["spec.rollout={gpusPerNode: 2, parallelism: {tensor: 2}}", "spec.placement.colocation=None"],
         "spec.rollout.gpusPerNode",
         "is 2, which this version does not run with Reference (it is one process); write 0 or 1",
