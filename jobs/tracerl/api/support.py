@@ -121,7 +121,10 @@ def _refuse_baseline(facts: Facts) -> Iterator[Fault]:
     pairs = algorithm.steps // every - (every == 1)
     if pairs < BASELINE_PAIRS:
         problem = f"is {every}, which compares {pairs} of {algorithm.steps} steps, too few for an interval"
-        yield Fault(path, problem, f"write at most {max(1, (algorithm.steps - 1) // BASELINE_PAIRS)}, or 0")
+        enough = BASELINE_PAIRS * every + (every == 1)
+        few = algorithm.steps <= BASELINE_PAIRS
+        remedy = f"spec.algorithm.steps: {enough}" if few else f"at most {algorithm.steps // BASELINE_PAIRS}"
+        yield Fault(path, problem, f"write {remedy}, or 0")
     needs = (
         (algorithm.max_version_diff == 0, "spec.algorithm.maxVersionDiff: 0", "steps that do not overlap"),
         (algorithm.staleness is Staleness.WAIT, "spec.algorithm.staleness: Wait", "the same prompts twice"),

@@ -494,7 +494,12 @@ BAD: list[tuple[list[str], str, str]] = [
     (
         ["spec.observe.baselineEvery=999999"],
         "spec.observe.baselineEvery",
-        "too few for an interval; write at most",
+        "compares 0 of 30 steps, too few for an interval; write at most 10, or 0",
+    ),
+    (
+        ["spec.observe.baselineEvery=1", "spec.algorithm.steps=3"],
+        "spec.observe.baselineEvery",
+        "compares 2 of 3 steps, too few for an interval; write spec.algorithm.steps: 4, or 0",
     ),
     (
         ["spec.observe.baselineEvery=2", "spec.algorithm.staleness=Drop"],
