@@ -9,6 +9,7 @@ meet.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import secrets
 from dataclasses import dataclass
@@ -129,7 +130,9 @@ class ResolvedJob(Model):
     def read(cls, path: Path) -> ResolvedJob:
         """Read a document that `write` wrote; InputError when it is not one."""
         try:
-            return cls.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+            document = yaml.safe_load(path.read_text(encoding="utf-8"))
+            json.dumps(document, default=str, skipkeys=True)  # raises where a part holds itself
+            return cls.model_validate(document)
         except OSError as error:
             problem = str(error.strerror)
         except ValidationError as error:
@@ -137,6 +140,8 @@ class ResolvedJob(Model):
             problem = f"{'.'.join(str(part) for part in first['loc']) or 'document'}: {first['msg']}"
         except (UnicodeDecodeError, yaml.YAMLError):
             problem = "not YAML"
+        except (ValueError, RecursionError):
+            problem = "a part of it holds itself, or it is nested too deep"
         raise InputError(f"{path} is not a resolved job ({problem}); start again in a new directory")
 
 

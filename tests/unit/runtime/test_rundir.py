@@ -93,6 +93,8 @@ def test_the_limit_of_open_files_is_raised_as_far_as_it_goes(limits, after):
         ("{", "not YAML"),
         ("job: 1", "job"),
         ("jobUid: x", "Field required"),
+        ("job: {spec: {task: {parameters: &all {all: *all}}}}", "holds itself, or it is nested too deep"),
+        ("[" * 3000, "holds itself, or it is nested too deep"),
     ],
 )
 def test_a_resolved_job_that_is_none(tmp_path, content, words):
