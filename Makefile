@@ -15,7 +15,7 @@ export UV_PYTHON_PREFERENCE ?= system
 
 .PHONY: help
 help: ## This list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
 
 .cache/uv/bin/uv:
 	@echo "uv is not on the PATH: installing uv $(UV_VERSION) into .cache/uv"
