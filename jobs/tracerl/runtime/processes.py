@@ -48,14 +48,17 @@ class ExitNote:
     def send(self) -> None:
         """Hand the note to the parent, else to the kubelet, as far as there is one.
 
-        It is short enough for a pipe to take at once, and for the kubelet, which cuts messages.
+        It is short enough for a pipe to take at once, and for the kubelet, which cuts messages. Of processes
+        of a container the first one that ends says why: what others say then comes of that.
         """
         descriptor = os.environ.get(NOTE_VARIABLE)
         if descriptor is not None:
             os.write(int(descriptor), self._encoded())
         elif TERMINATION_LOG.exists():
             try:
-                TERMINATION_LOG.write_bytes(self._encoded())
+                # Empty whenever a container starts.
+                if not TERMINATION_LOG.stat().st_size:
+                    TERMINATION_LOG.write_bytes(self._encoded())
             except OSError as error:
                 log.warning("%s cannot be written (%s)", TERMINATION_LOG, error.strerror)
 

@@ -209,3 +209,14 @@ def test_without_a_parent_the_kubelet_gets_the_note(monkeypatch, tmp_path, messa
     reason, said = _note(written.decode(), 1)
     assert reason == "CheckpointFailed"
     assert said[:7] == message[:7].replace("\udcff", "?")
+
+
+def test_of_a_container_the_first_process_that_ends_says_why(monkeypatch, tmp_path):
+    """What another trainer of the pod says of it, that it is gone, would hide the cause."""
+    monkeypatch.delenv(NOTE_VARIABLE, raising=False)
+    monkeypatch.setattr(processes, "TERMINATION_LOG", tmp_path / "termination-log")
+    (tmp_path / "termination-log").touch()
+    ExitNote("NonFinite", "layer 3 Key holds NaN or Inf").send()
+    ExitNote("TrainerLost", "trainer-1 is gone").send()
+    written = (tmp_path / "termination-log").read_text(encoding="utf-8")
+    assert _note(written, 1) == ("NonFinite", "layer 3 Key holds NaN or Inf")
