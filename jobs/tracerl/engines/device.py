@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from tracerl.api.errors import InputError
+from tracerl.api.errors import InputError, first_line
 
 _CPU = torch.device("cpu")
 
@@ -33,7 +33,13 @@ def device_of(gpus: int, field: str, index: int = 0) -> torch.device:
             f"{here} here; write fewer, or give the container as many"
         )
     device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
+    try:
+        torch.cuda.set_device(device)
+    except RuntimeError as error:
+        raise InputError(
+            f"{field} is {gpus}, but GPU {index} cannot be used ({first_line(error)}); see with nvidia-smi "
+            "who has it, or write 0"
+        ) from None
     return device
 
 

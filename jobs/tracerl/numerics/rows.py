@@ -7,6 +7,7 @@ from torch import Tensor
 from tracerl.api.job import RoundingOrder as Order
 from tracerl.numerics.bits import pack_bits, packed_size
 from tracerl.numerics.blocks import NVFP4, ONE, BlockFormat, Quantized, TensorScale, kernels, nearest
+from tracerl.numerics.guidance import CODE_BITS, SCALE_BITS
 
 
 def quantize_into_rows(
@@ -116,6 +117,11 @@ def _check(
     where = site or "a tensor to record"
     if x.ndim != 2:
         raise ValueError(f"{where} has shape {list(x.shape)}; give [N, K]")
+    if code_bits not in CODE_BITS or scale_bits not in SCALE_BITS:
+        raise ValueError(
+            f"{where} is to be recorded with {code_bits} code and {scale_bits} scale bits; "
+            f"use one of {CODE_BITS} and one of {SCALE_BITS}"
+        )
     n, blocks = x.shape[0], x.shape[1] // fmt.block
     end = at + packed_size(x.shape[1], code_bits) + packed_size(blocks, scale_bits)
     if rows.ndim != 2 or len(rows) != n or not 0 <= at <= end <= rows.shape[1]:

@@ -250,6 +250,8 @@ def test_rows_that_do_not_fit() -> None:
         quantize_into_rows(x, torch.zeros(9, 2, dtype=torch.uint8).T, 4, zero_bits=zero_bits, **widths)
     with pytest.raises(ValueError, match=r"has shape \[32\]; give \[N, K\]"):
         quantize_into_rows(x[0], rows, 4, zero_bits=zero_bits, **widths)
+    with pytest.raises(ValueError, match="recorded with 8 code and 3 scale bits; use one of"):
+        quantize_into_rows(x, rows, 0, zero_bits=zero_bits, **{**widths, "code_bits": 8, "scale_bits": 3})
 
 
 @given(
