@@ -201,6 +201,26 @@ def test_an_object_goes_with_the_last_reference_of_its_last_frame(place: Place) 
     assert place.files() == []
 
 
+def test_a_released_frame_stays_gone_while_objects_are_listed(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink, source = place.sink(), place.source()
+    first, _second = (sink.put(FRAME, key(name)) for name in "ab")
+    settle(sink)
+    assert source.usage().frames == 2
+    listed, found = source._filesystem.entries, []
+
+    def entries(directory: str) -> list[Any]:
+        # The sweep lists, and a reader comes in between.
+        found.append(fault(read, source, first))
+        return listed(directory)
+
+    monkeypatch.setattr(source._filesystem, "entries", entries)
+    source.release([first])
+    assert source.usage().frames == 1
+    assert set(found) == {"missing"}
+
+
 def test_references_after_sealing_are_told_by_a_later_object(place: Place) -> None:
     sink, source = place.sink(), place.source()
     handle, given_up = sink.put(FRAME, key("prefix")), sink.put(FRAME, key("aborted"))

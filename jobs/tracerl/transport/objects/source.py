@@ -222,16 +222,14 @@ class ObjectSource:
         """Read new indexes, take references off, delete what has none left; returns what stays."""
         with self._sweeping:
             with self._lock:
-                released, self._released = self._released, Counter()
-            try:
-                entries = self._filesystem.entries(self._names.run_directory)
-                paths = {entry.path for entry in entries if is_object(entry.path)}
-                new = self._read_indexes(sorted(paths - self._objects.keys() - self._ignored))
-            except TransportError:
-                with self._lock:
-                    self._released += released
-                raise
+                taken = Counter(self._released)
+            entries = self._filesystem.entries(self._names.run_directory)
+            paths = {entry.path for entry in entries if is_object(entry.path)}
+            new = self._read_indexes(sorted(paths - self._objects.keys() - self._ignored))
             with self._lock:
+                # Not before they are taken off, so that a frame that is gone stays gone.
+                self._released -= taken
+                released = Counter(taken)
                 for path in self._objects.keys() - paths:
                     del self._objects[path]
                 self._ignored &= paths
