@@ -175,6 +175,26 @@ PASSING = {
 }
 
 
+def test_uploads_that_nobody_heard_of_do_not_stay(bucket: Bucket) -> None:
+    """Beginning one succeeds three times, and the first two answers are lost."""
+    begun: list[Request] = []
+
+    def rule(request: Request) -> Fault | None:
+        if request.method != "POST" or not request.query.startswith("uploads"):
+            return None
+        begun.append(request)
+        return Fault(lose_answer=True) if len(begun) <= 2 else None
+
+    sink, source = bucket.sink(memory_bytes=128 * MIB), bucket.source()
+    bucket.proxy.rule = rule
+    frame = secrets.token_bytes(17 * MIB)
+    handle = sink.put(frame, key("large"))
+    settle(sink)
+    assert len(begun) == 3
+    assert bucket.uploads() == []
+    assert read(source, [handle]) == [frame]
+
+
 @pytest.mark.parametrize("name", PASSING)
 def test_faults_that_pass_change_nothing(
     bucket: Bucket, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -276,7 +276,14 @@ class FileSystem:
     ) -> None:
         whole, request = self._whole(path), functools.partial(self._request, "written", path)
         size = max(self._part_bytes, -(-len(data) // _MOST_PARTS))
-        upload = await request(lambda: backend.begin_upload(whole), deadline)
+        begun = 0
+
+        async def begin() -> str:
+            nonlocal begun
+            begun += 1
+            return await backend.begin_upload(whole)
+
+        upload = await request(begin, deadline)
 
         async def send(number: int) -> str:
             part = data[(number - 1) * size : number * size]
@@ -294,6 +301,11 @@ class FileSystem:
             with contextlib.suppress(TransportError):
                 await request(lambda: backend.remove(Leftover(whole, upload)), Deadline(_ABORT_SECONDS))
             raise
+        if begun > 1:
+            # A try before may have begun one too, its answer lost; the next start finds what stays.
+            with contextlib.suppress(TransportError):
+                directory = path.rpartition("/")[0]
+                await self._remove_leftovers(directory, lambda one: one == whole, Deadline(_ABORT_SECONDS))
 
     async def _read(self, span: Span, deadline: Deadline) -> bytes:
         path, start, stop = span
@@ -318,16 +330,25 @@ class FileSystem:
         skip = len(self._root) + 1
         return sorted(Entry(path[skip:], size) for path, size in found)
 
+    async def _remove_leftovers(
+        self, directory: str, wanted: Callable[[str], bool], deadline: Deadline
+    ) -> None:
+        """Remove what is unfinished below a directory, where its whole path is wanted."""
+        backend = self._backend
+        leftovers = await self._request(
+            "listed", directory, lambda: backend.leftovers(self._whole(directory)), deadline
+        )
+        for leftover in leftovers:
+            if wanted(leftover.path):
+                remove = functools.partial(backend.remove, leftover)
+                await self._request("deleted", leftover.path, remove, deadline)
+
     async def _clean(self, directory: str, keep: str | None, deadline: Deadline) -> None:
-        backend, kept = self._backend, None if keep is None else f"{self._whole(keep)}/"
+        kept = None if keep is None else f"{self._whole(keep)}/"
         try:
-            leftovers = await self._request(
-                "listed", directory, lambda: backend.leftovers(self._whole(directory)), deadline
+            await self._remove_leftovers(
+                directory, lambda path: kept is None or not path.startswith(kept), deadline
             )
-            for leftover in leftovers:
-                if kept is None or not leftover.path.startswith(kept):
-                    remove = functools.partial(backend.remove, leftover)
-                    await self._request("deleted", leftover.path, remove, deadline)
         except TransportError as error:
             if error.fault != "permission":
                 raise
