@@ -106,7 +106,7 @@ test-cluster: install ## Operator and jobs on a real Kubernetes, built from Go m
 	@$(SYNC) --group s3
 	@[ "$$TRACERL_CLUSTER" = api ] || $(CLUSTER) check
 	bash tests/cluster/build.sh $$([ "$$TRACERL_CLUSTER" = api ] && echo kube helm)
-	$(RUN) pytest -n 2 --dist loadgroup -c tests/cluster/pytest.ini tests/cluster
+	$(RUN) pytest -c tests/cluster/pytest.ini tests/cluster
 
 .PHONY: test-cluster-full
 test-cluster-full: install ## All of it, with Kueue, faults and soak; result in benchmarks/results/cluster-tests.json

@@ -41,12 +41,10 @@ def _needs_cluster(item: pytest.Item) -> bool:
     return "cluster" in getattr(item, "fixturenames", ())
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is not of the level, and run tests of a whole cluster last.
 
     Below full, a test of a whole cluster runs in ci if it is marked ci, and no test does that is marked full.
-    Side by side (pytest-xdist, --dist loadgroup), one process has them, and another one the rest.
     """
 
     def wanted(item: pytest.Item) -> bool:
@@ -58,8 +56,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     config.hook.pytest_deselected(items=[item for item in items if not wanted(item)])
     items[:] = sorted(filter(wanted, items), key=_needs_cluster)
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("cluster" if _needs_cluster(item) else "server"))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -356,9 +356,11 @@ class _Worker:
         stdout = self._process.stdout
         assert stdout is not None
         deadline = time.monotonic() + seconds
+        ready = select.poll()  # select() takes no descriptor above 1,023
+        ready.register(stdout, select.POLLIN)
         while b"\n" not in self._buffer:
             left = deadline - time.monotonic()
-            if left <= 0 or not select.select([stdout], [], [], left)[0]:
+            if left <= 0 or not ready.poll(left * 1000):
                 self.close()
                 return None
             read = os.read(stdout.fileno(), 1 << 16)

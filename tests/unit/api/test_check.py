@@ -512,7 +512,11 @@ BAD: list[tuple[list[str], str, str]] = [
         "or spec.records.auditEvery: 0",
     ),
     (
-        ["spec.observe.baselineEvery=2", "spec.rollout={engine: SGLang, numerics: Native}"],
+        [
+            "spec.observe.baselineEvery=2",
+            "spec.rollout={engine: SGLang, gpusPerNode: 1, numerics: Native}",
+            *APART,
+        ],
         "spec.observe.baselineEvery",
         "or spec.rollout.numerics: Emulated",
     ),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +235,19 @@ def test_long_completions_do_not_block_the_pipes(tmp_path: Path) -> None:
         assert task.score(items, texts) == [float(n % 3 == 0) for n in range(40)]
     finally:
         task.close()
+
+
+def test_a_process_with_a_thousand_open_files_still_scores(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as stack:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1100):
+            stack.enter_context(Path("/dev/null").open("rb"))
+        task = jsonl(tmp_path)
+        stack.callback(task.close)
+        items = task.train(range(3))
+        assert task.score(items, [str(item.answer) for item in items]) == [1.0] * 3
 
 
 @pytest.mark.parametrize("function", ["forks", "reads"])
