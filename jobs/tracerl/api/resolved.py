@@ -14,7 +14,7 @@ import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import yaml
 from pydantic import Field, ValidationError
@@ -130,9 +130,7 @@ class ResolvedJob(Model):
     def read(cls, path: Path) -> ResolvedJob:
         """Read a document that `write` wrote; InputError when it is not one."""
         try:
-            document = yaml.safe_load(path.read_text(encoding="utf-8"))
-            json.dumps(document, default=str, skipkeys=True)  # raises where a part holds itself
-            return cls.model_validate(document)
+            return cls.model_validate(read_yaml(path))
         except OSError as error:
             problem = str(error.strerror)
         except ValidationError as error:
@@ -270,6 +268,16 @@ class RunLayout:
     def result(self) -> Path:
         """How the run ended: state Complete, Failed or Stopped, reason, message, restarts."""
         return self.root / "result.json"
+
+
+def read_yaml(path: Path) -> Any:
+    """Read a YAML document of which no part holds itself: whoever walks through one would never arrive.
+
+    Raises OSError, yaml.YAMLError, RecursionError, and ValueError: not UTF-8, no date, a part in itself.
+    """
+    document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    json.dumps(document, default=str, skipkeys=True)
+    return document
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from tracerl.api.errors import InputError
 from tracerl.api.job import TraceRLJob
-from tracerl.api.resolved import RunLayout
+from tracerl.api.resolved import RunLayout, read_yaml
 from tracerl.observe.runlog import Progress, read_lines
 from tracerl.rl.steprecord import EventRecord, FinishRecord, StartRecord, StepRecord
 
@@ -135,14 +134,12 @@ def _lines(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 def _document(path: Path) -> dict[str, Any]:
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-        # An anchor may hold itself, which JSON refuses: whoever walks through it would never arrive.
-        json.dumps(document, default=str, skipkeys=True)
+        document = read_yaml(path)
     except FileNotFoundError:
         return {}
     except NotADirectoryError:
         raise InputError(f"{path.parent} is not a directory; give a run directory") from None
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: not UTF-8, no date
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         detail = str(error).splitlines()[0]
         raise InputError(f"{path} cannot be read ({detail}); restore it or give another run") from None
     return document if isinstance(document, dict) else {}
