@@ -1,17 +1,25 @@
-"""Processes of a parallel Megatron trainer, forked: imports are minutes where cores are busy."""
+"""Ranks of a parallel Megatron trainer: each a process of its own, with a log.
+
+They are forked off one that has imported what they need and done nothing else: imports are minutes where
+cores are busy, and what tests leave behind (threads, groups, locks) would go wrong in a fork of them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import functools
-import gc
-import multiprocessing.util
+import multiprocessing
 import os
-import traceback
-from collections.abc import Callable, Mapping
+import pickle
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from data_parallel_worker import SHAPE, train_share
@@ -19,7 +27,6 @@ from hand_rollout import roll_out, spec_of
 from megatron.core import parallel_state
 from torch import Tensor
 
-from tracerl.api.errors import JobError
 from tracerl.api.frames import Handle
 from tracerl.api.job import Spec
 from tracerl.api.model import ModelShape
@@ -34,6 +41,13 @@ from tracerl.rl.dealing import units_of
 EXPERTS = ModelShape.uniform(
     2, hidden=32, heads=4, kv_heads=2, head_dim=16, experts=8, top_k=3, expert_hidden=16, vocab=30, context=64
 )
+RANKS_SECONDS = 600.0
+"""How long ranks may take; far more than any do, so that those that wait for each other are seen."""
+_FORKS = multiprocessing.get_context("forkserver")
+# Of packages that are installed: the process that forks does not have the path of the tests.
+_FORKS.set_forkserver_preload(
+    ["pytest", "tracerl.engines.megatron.trainer", "tracerl.engines.reference.server", "tracerl.rl.loop"]
+)
 
 
 def leave() -> None:
@@ -43,51 +57,70 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def fork(work: Callable[[], None], log: Path | None = None) -> int:
-    """Do work in a child, which ends with 0, 1 after a JobError and 2 after anything else; gives its id."""
-    child = os.fork()
-    if child:
-        return child
-    code = 2
+def run_ranks(works: Sequence[Callable[[], Any]], directory: Path) -> list[Any]:
+    """Do each of these in a process of its own; gives what they returned.
+
+    A work goes there by pickle: a function by its name, what it is given by value. The test fails with all
+    logs as soon as one of them fails or is killed, and when they take too long, then with where each stood.
+    """
+    logs = [directory / f"{rank}.log" for rank in range(len(works))]
+    found = [directory / f"{rank}.pt" for rank in range(len(works))]
+    children = [
+        _FORKS.Process(target=_do, args=(pickle.dumps(work), log, result), name=f"rank {rank}")
+        for rank, (work, log, result) in enumerate(zip(works, logs, found, strict=True))
+    ]
+    for child in children:
+        child.start()
+    left = {child.sentinel: child for child in children}
+    deadline = time.monotonic() + RANKS_SECONDS
+    failure = None
     try:
-        # Groups that earlier tests left to the collector end with threads, which a fork has not.
-        gc.freeze()
-        work()
-        code = 0
-    except JobError:
-        code = 1
-    except BaseException:  # noqa: BLE001 - the parent fails with it
-        if log is not None:
-            log.write_text(traceback.format_exc())
+        while left and failure is None:
+            ended = connection.wait(list(left), deadline - time.monotonic())
+            for sentinel in ended:
+                child = left.pop(sentinel)
+                child.join()
+                if child.exitcode:
+                    failure = f"{child.name} ended with {child.exitcode}"
+            if not ended:
+                failure = f"{[child.name for child in left.values()]} took more than {RANKS_SECONDS:.0f} s"
     finally:
-        # What Megatron's checkpoints start beside them ends with it.
-        multiprocessing.util._exit_function()
-        os._exit(code)
+        for child in left.values():
+            # With it goes the stack of every thread into the log.
+            os.kill(child.pid, signal.SIGABRT)
+            child.join()
+    if failure is not None:
+        texts = [f"-- rank {rank}\n{log.read_text()}" for rank, log in enumerate(logs) if log.exists()]
+        pytest.fail("\n".join([failure, *texts]), pytrace=False)
+    return [torch.load(result, weights_only=False) for result in found]
 
 
-def ended(child: int) -> int:
-    """Wait for a child's exit code."""
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+def _do(work: bytes, log: Path, result: Path) -> None:
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    faulthandler.enable()
+    torch.set_num_threads(1)
+    torch.save(pickle.loads(work)(), result)
 
 
 def run_processes(
     work: Callable[[int, int], dict[str, Any]], directory: Path, *, processes: int
 ) -> list[dict[str, Any]]:
-    """Do work(rank, processes) in as many processes that have met; gives what each returned."""
-    leave()
+    """Do work(rank, processes) in as many processes that have met (`run_ranks`)."""
+    ranks = range(processes)
+    return run_ranks([functools.partial(_met, work, directory, rank, processes) for rank in ranks], directory)
 
-    def part(rank: int) -> None:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=processes
-        )
-        torch.save(work(rank, processes), directory / f"{rank}.pt")
-        dist.destroy_process_group()
 
-    logs = [directory / f"{rank}.log" for rank in range(processes)]
-    children = [fork(functools.partial(part, rank), log) for rank, log in enumerate(logs)]
-    codes = [ended(child) for child in children]
-    assert not any(codes), [log.read_text() for log in logs if log.exists()]
-    return [torch.load(directory / f"{rank}.pt", weights_only=False) for rank in range(processes)]
+def _met(
+    work: Callable[[int, int], dict[str, Any]], directory: Path, rank: int, processes: int
+) -> dict[str, Any]:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=processes
+    )
+    found = work(rank, processes)
+    dist.destroy_process_group()
+    return found
 
 
 def train_shares(rank: int, processes: int) -> dict[str, Tensor]:

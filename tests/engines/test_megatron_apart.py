@@ -1,12 +1,12 @@
-"""Several processes over gloo, each with all of the model or a part of it, against one: the same numbers.
-
-Processes are forked off this one, so this file comes before those whose tests leave threads behind.
-"""
+"""Several processes over gloo, each with all of the model or a part of it, against one: the same numbers."""
 
 from __future__ import annotations
 
+import asyncio
+import os
 import shutil
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,11 +17,10 @@ import torch
 from megatron_worker import (
     EXPERTS,
     checkpoints,
-    ended,
-    fork,
     job,
     leave,
     run_processes,
+    run_ranks,
     train,
     train_parts,
     train_shares,
@@ -171,25 +170,32 @@ def job_of(
     return make_job(directory, trainer=trainer, records=records, quantization=quantization, **sections)
 
 
-@contextmanager
+Lead = Callable[[ResolvedJob, MegatronTrainer], Any]
+
+
 def two_ranks(
-    resolved: ResolvedJob, weights: dict[str, Tensor] | None = None, *, ends: int = 0
-) -> Iterator[MegatronTrainer]:
-    """Rank 0's engine; rank 1 follows in a child, which `ends` with 0, or with 1 after a JobError."""
+    resolved: ResolvedJob,
+    lead: Lead,
+    weights: dict[str, Tensor] | None = None,
+    *,
+    share_bytes: int = parallel._SHARE_BYTES,
+) -> list[Any]:
+    """Let rank 0 lead, rank 1 follow; what each returned, of a JobError its reason and text."""
     resolved.layout.meeting.unlink(missing_ok=True)
+    works = [partial(rank_of_two, resolved, lead, weights, share_bytes, rank) for rank in range(2)]
+    return run_ranks(works, resolved.run_dir)
 
-    def second() -> None:
-        join(resolved.layout.meeting, rank=1, ranks=2)
-        follow(MegatronTrainer(SHAPE, resolved.job.spec, weights), resolved, "trainer-1")
 
-    child = fork(second)
-    join(resolved.layout.meeting, rank=0, ranks=2)
+def rank_of_two(
+    resolved: ResolvedJob, lead: Lead, weights: dict[str, Tensor] | None, share_bytes: int, rank: int
+) -> Any:
+    parallel._SHARE_BYTES = share_bytes
+    join(resolved.layout.meeting, rank=rank, ranks=2)
+    engine = MegatronTrainer(SHAPE, resolved.job.spec, weights)
     try:
-        yield MegatronTrainer(SHAPE, resolved.job.spec, weights)
-    finally:
-        leave()
-        code = ended(child)
-    assert code == ends
+        return follow(engine, resolved, "trainer-1") if rank else lead(resolved, engine)
+    except JobError as error:
+        return error.reason, str(error)
 
 
 @contextmanager
@@ -208,12 +214,22 @@ def trajectories(count: int) -> list[Trajectory]:
     ]
 
 
-async def run(resolved: ResolvedJob) -> list[dict[str, Any]]:
+def whole_job(resolved: ResolvedJob, engine: MegatronTrainer) -> list[dict[str, Any]]:
     log = Log()
-    with two_ranks(resolved) as engine:
+
+    async def train() -> None:
         async with rollout(resolved, shape=SHAPE):
             await run_loop(resolved, engine, log)
+
+    asyncio.run(train())
     return log.of("step")
+
+
+def run(resolved: ResolvedJob) -> list[dict[str, Any]]:
+    steps, followed = two_ranks(resolved, whole_job)
+    assert followed is None
+    assert isinstance(steps, list), steps
+    return steps
 
 
 @pytest.mark.parametrize(
@@ -226,10 +242,10 @@ async def run(resolved: ResolvedJob) -> list[dict[str, Any]]:
     ],
     ids=["experts by disk", "experts by gloo", "tensors", "rows and experts"],
 )
-async def test_a_whole_job_with_records_weights_and_checkpoints(tmp_path, sync, sizes):
+def test_a_whole_job_with_records_weights_and_checkpoints(tmp_path, sync, sizes):
     """Against a model together; then continued from a checkpoint, also by ranks that hold all of it."""
-    together = await run(job_of(tmp_path / "together", TOGETHER, sync=sync))
-    apart = await run(job_of(tmp_path / "apart", sizes, sync=sync))
+    together = run(job_of(tmp_path / "together", TOGETHER, sync=sync))
+    apart = run(job_of(tmp_path / "apart", sizes, sync=sync))
     assert [line["step"] for line in apart] == [1, 2, 3, 4]
     for line, other in zip(apart, together, strict=True):
         assert line["gap_guided"]["max"] < 1e-4
@@ -247,7 +263,7 @@ async def test_a_whole_job_with_records_weights_and_checkpoints(tmp_path, sync, 
     for directory, layout in ((tmp_path / "apart", sizes), (tmp_path / "copy", TOGETHER)):
         again = job_of(directory, layout, sync=sync)
         shutil.rmtree(again.layout.checkpoints / "step-000004")
-        resumed = await run(again)
+        resumed = run(again)
         assert [line["step"] for line in resumed] == [3, 4]
         for line, before in zip(resumed, apart[2:], strict=True):
             assert line["reward"] == before["reward"]
@@ -255,29 +271,40 @@ async def test_a_whole_job_with_records_weights_and_checkpoints(tmp_path, sync, 
             assert line["gap_guided"]["max"] < 1e-4
 
 
-@pytest.mark.parametrize("sizes", [EXPERTS_APART, {"tensor": 2}], ids=["experts", "tensors"])
-def test_rank_0_gets_all_weights_and_may_stop_in_the_middle(tmp_path, monkeypatch, sizes):
-    monkeypatch.setattr(parallel, "_SHARE_BYTES", 1)
-    resolved = job_of(tmp_path, sizes)
-    expected = dict(initial_weights(SHAPE, resolved.job.spec.warmup.seed))
-    with two_ranks(resolved) as engine, leader_of(resolved, engine) as leader:
+def export_in_parts(resolved: ResolvedJob, engine: MegatronTrainer) -> dict[str, Any]:
+    with leader_of(resolved, engine) as leader:
         own = dict(engine.export())
-        assert 0 < sum(tensor.nbytes for tensor in own.values()) < sum(t.nbytes for t in expected.values())
         exporting = leader.export()
         for _ in range(sum(engine.cut(name) is None for name in own) + 3):
             next(exporting)
         # Whoever stopped there goes on with something else.
         logp = leader.forward(Batch(trajectories(3)), guided=True, temperature=1.0, version=0)
         found, state = dict(leader.export()), leader.state()
-        assert set(found) == set(hf_shapes(SHAPE))
-        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-        assert set(state) == {"updates"} | {
-            f"{part}/{name}" for part in ("weights", "exp_avg", "exp_avg_sq") for name in found
-        }
         leader.load_state(state)
         again = leader.forward(Batch(trajectories(3)), guided=True, temperature=1.0, version=0)
-        assert torch.equal(again, logp)
         leader.close()
+    return {"own": own, "found": found, "state": state, "logp": logp, "again": again}
+
+
+@pytest.mark.parametrize("sizes", [EXPERTS_APART, {"tensor": 2}], ids=["experts", "tensors"])
+def test_rank_0_gets_all_weights_and_may_stop_in_the_middle(tmp_path, sizes):
+    resolved = job_of(tmp_path, sizes)
+    expected = dict(initial_weights(SHAPE, resolved.job.spec.warmup.seed))
+    seen, followed = two_ranks(resolved, export_in_parts, share_bytes=1)
+    assert followed is None
+    own, found = seen["own"], seen["found"]
+    assert 0 < sum(tensor.nbytes for tensor in own.values()) < sum(t.nbytes for t in expected.values())
+    assert set(found) == set(hf_shapes(SHAPE))
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert set(seen["state"]) == {"updates"} | {
+        f"{part}/{name}" for part in ("weights", "exp_avg", "exp_avg_sq") for name in found
+    }
+    assert torch.equal(seen["again"], seen["logp"])
+
+
+def one_alone(resolved: ResolvedJob, engine: MegatronTrainer) -> None:
+    with leader_of(resolved, engine) as leader:
+        leader.forward(Batch(trajectories(1)), guided=True, temperature=1.0, version=0)
 
 
 @pytest.mark.parametrize(
@@ -295,18 +322,38 @@ def test_a_value_that_is_not_finite_ends_the_pass_of_all_ranks_with_its_site(tmp
     weights = dict(initial_weights(SHAPE, 1))
     weights[weight] = torch.full_like(weights[weight], 3e38)
     resolved = job_of(tmp_path, sizes, method={"name": "QAT"})
-    with two_ranks(resolved, weights, ends=1) as engine, leader_of(resolved, engine) as leader:
-        with pytest.raises(JobError, match=site) as error:
-            leader.forward(Batch(trajectories(1)), guided=True, temperature=1.0, version=0)
-        assert error.value.reason == "NonFinite"
+    (reason, message), followed = two_ranks(resolved, one_alone, weights)
+    assert reason == "NonFinite"
+    assert site in message
+    # Rank 1 learnt it in the pass and waited for the next word of rank 0, which is gone.
+    assert followed[0] == "TrainerLost"
+
+
+def dismiss_and_ask(resolved: ResolvedJob, engine: MegatronTrainer) -> None:
+    with leader_of(resolved, engine) as leader:
+        leader.close()
+        leader.forward(Batch(trajectories(2)), guided=True, temperature=1.0, version=0)
 
 
 def test_a_rank_that_is_gone_is_missed_in_a_sentence(tmp_path):
-    resolved = job_of(tmp_path, EXPERTS_APART)
-    with two_ranks(resolved) as engine, leader_of(resolved, engine) as leader:
-        leader.close()
-        with pytest.raises(JobError, match="trainer-1 is gone"):
-            leader.forward(Batch(trajectories(2)), guided=True, temperature=1.0, version=0)
+    (reason, message), followed = two_ranks(job_of(tmp_path, EXPERTS_APART), dismiss_and_ask)
+    assert followed is None
+    assert reason == "TrainerLost"
+    assert "trainer-1 is gone" in message
+
+
+def killed_behind_the_meeting(directory: Path, rank: int) -> None:
+    join(directory / "meeting", rank=rank, ranks=2)
+    if rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    MegatronTrainer(EXPERTS, job({}, data=2))
+
+
+def test_a_test_whose_rank_is_killed_fails_and_shows_where_the_others_stood(tmp_path):
+    """Rank 0 makes Megatron's groups then, and would wait half an hour for the other."""
+    works = [partial(killed_behind_the_meeting, tmp_path, rank) for rank in range(2)]
+    with pytest.raises(pytest.fail.Exception, match=r"(?s)rank 1 ended with -9.*rank 0.*Fatal .*Aborted"):
+        run_ranks(works, tmp_path)
 
 
 def test_two_data_parallel_processes_equal_one_with_the_whole_batch(tmp_path):
