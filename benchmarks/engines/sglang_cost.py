@@ -3,11 +3,12 @@
     .cache/engines/sglang/bin/python benchmarks/engines/sglang_cost.py [--quick] [--repeats N] [--out FILE]
 
 A rollout answers batches of requests, each twice, with records and without, in turns; both prefill all of
-their prompts. Two figures come of it, in CPU time of the scheduler's process and of the record store. The
-plugin times capture (beyond the rounding that it does anyway), packing and putting in the threads that do it;
-that is divided by the rest of the same batch. And the difference between the two of a pair is divided by the
-one without records. Intervals are a bootstrap over batches and pairs. Two processes, one that records and one
-that does not, would differ by more than recording costs, from one start to the next.
+their prompts and round the same values. Counted is the CPU time of the rollout's processes and of the record
+store. `onAgainstOff` is the difference of a pair, divided by the one without records. `timed` is what the
+plugin says of itself: it times capture (beyond the rounding that it does anyway), packing and putting in the
+threads that do it; that is divided by the rest of the same batch. Figures are medians over pairs, with a
+bootstrap's 95 % interval. Two rollouts, one that records and one that does not, would differ by more than
+recording costs, from one start to the next.
 """
 
 from __future__ import annotations
@@ -69,11 +70,15 @@ class Rollout:
         self.server = start(self.resolved, "rollout_main", "rollout-0")
         self.url = self.server.wait_until_it_listens().url
         self.source = open_source(self.resolved, RUN, NODE, starts_run=True)
-        children = psutil.Process(self.server.process.pid).children(recursive=True)
-        [self.scheduler] = [child for child in children if "scheduler" in " ".join(child.cmdline())]
+        server = psutil.Process(self.server.process.pid)
+        self.processes = [
+            server,
+            *server.children(recursive=True),
+            psutil.Process(self.store.process.pid),
+        ]
 
     def cpu_seconds(self) -> float:
-        times = [self.scheduler.cpu_times(), psutil.Process(self.store.process.pid).cpu_times()]
+        times = [process.cpu_times() for process in self.processes]
         return sum(each.user + each.system for each in times)
 
     def close(self) -> None:
@@ -100,14 +105,19 @@ async def turn(
         return took, sum(sum(one.seconds.values()) for one in done)
 
 
-def interval(pairs: list[tuple[float, float]]) -> tuple[float, float]:
-    """95 % interval of sum(a) / sum(b), a bootstrap over repeats."""
+def middle(values: list[float]) -> dict[str, float]:
+    """Median and its 95 % interval, a bootstrap."""
     generator = random.Random(1)
-    ratios = sorted(
-        sum(a for a, _ in drawn) / sum(b for _, b in drawn)
-        for drawn in (generator.choices(pairs, k=len(pairs)) for _ in range(2000))
-    )
-    return ratios[50], ratios[1949]
+    medians = sorted(statistics.median(generator.choices(values, k=len(values))) for _ in range(2000))
+    return {"median": statistics.median(values), "low": medians[50], "high": medians[1949]}
+
+
+def figures(pairs: list[tuple[float, float]], values: int) -> dict[str, dict[str, float]]:
+    """What recording costs, of pairs (seconds of recording, seconds without)."""
+    return {
+        "nanosecondsPerValue": middle([1e9 * cost / values for cost, _ in pairs]),
+        "share": middle([cost / rest for cost, rest in pairs]),
+    }
 
 
 async def measure(directory: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -122,8 +132,8 @@ async def measure(directory: Path, args: argparse.Namespace) -> dict[str, Any]:
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     tokens, generator = args.tokens, torch.Generator().manual_seed(1)
     rollout = Rollout(directory / "run", model, shape, tokens)
-    batches: list[tuple[float, float]] = []
-    pairs: list[tuple[float, float]] = []
+    timed: list[tuple[float, float]] = []
+    differences: list[tuple[float, float]] = []
     try:
         async with RolloutClient(rollout.url, TOKEN, run_id=RUN) as client:
             await client.connect()
@@ -137,8 +147,8 @@ async def measure(directory: Path, args: argparse.Namespace) -> dict[str, Any]:
             }
             if repeat:  # the first warms up
                 (took, recording), (bare, _) = taken[True], taken[False]
-                batches.append((recording, took - recording))
-                pairs.append((took - bare, bare))
+                timed.append((recording, took - recording))
+                differences.append((took - bare, bare))
     finally:
         rollout.close()
     table = rollout.table
@@ -153,14 +163,12 @@ async def measure(directory: Path, args: argparse.Namespace) -> dict[str, Any]:
         "repeats": args.repeats,
         "recordedValuesPerBatch": values,
         "recordBytesPerToken": table.row_bytes,
-        "generatingSecondsPerBatch": statistics.mean(rest for _, rest in batches),
-        "recordingSecondsPerBatch": statistics.mean(recording for recording, _ in batches),
-        "nanosecondsPerValue": 1e9 * statistics.mean(recording for recording, _ in batches) / values,
-        "nanosecondsPerValueInterval": interval([(1e9 * recording, values) for recording, _ in batches]),
-        "share": sum(recording for recording, _ in batches) / sum(rest for _, rest in batches),
-        "shareInterval": interval(batches),
-        "differenceShare": sum(more for more, _ in pairs) / sum(bare for _, bare in pairs),
-        "differenceShareInterval": interval(pairs),
+        "batchSeconds": {
+            "on": middle([sum(one) for one in timed]),
+            "off": middle([b for _, b in differences]),
+        },
+        "onAgainstOff": figures(differences, values),
+        "timed": figures(timed, values),
     }
 
 
@@ -170,7 +178,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--sequences", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=12)
+    parser.add_argument("--repeats", type=int, default=24)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     if args.quick:
