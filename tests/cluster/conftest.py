@@ -146,7 +146,7 @@ def kueue(cluster: Cluster) -> Cluster:
 
 @pytest.fixture
 def namespaces(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Callable[..., Namespace]]:
-    """Makes namespaces, `namespaces(labels={…})`; afterwards they go, and nothing of them may be left."""
+    """Makes namespaces, `namespaces(labels={…})`; afterwards they go, with all that runs in them."""
     with contextlib.ExitStack() as stack:
 
         def make(prefix: str = "test", labels: dict[str, str] | None = None) -> Namespace:

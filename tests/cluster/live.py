@@ -24,6 +24,7 @@ from cluster import Cluster
 USER = 65532
 OPERATOR = "tracerl-system"
 T = TypeVar("T")
+_OURS = {"tracerl.dev/made-by": "tests"}
 _FAKE = {"key": "tracerl.dev/fake", "effect": "NoSchedule"}
 TOLERATION = {**_FAKE, "operator": "Exists"}
 """What a pod needs to be placed on a fake node; ordinary pods stay away, for nothing runs there."""
@@ -217,7 +218,7 @@ class Namespace:
         volume = {
             "apiVersion": "v1",
             "kind": "PersistentVolume",
-            "metadata": {"name": name},
+            "metadata": {"name": name, "labels": _OURS},
             "spec": {
                 "capacity": size,
                 "accessModes": modes,
@@ -249,7 +250,7 @@ class Namespace:
     # Its end
 
     def remove(self) -> None:
-        """Delete the namespace and see that nothing of it is left, in the API or on the node."""
+        """Delete jobs, pods and rings, and let the namespace go; `wait_for_the_end_of_all` sees to it."""
         jobs = [job["metadata"]["uid"] for job in self.list("tracerljobs")]
         if jobs:
             self.kubectl("delete", "tracerljobs", "--all", "--timeout=100s")
@@ -265,31 +266,13 @@ class Namespace:
                 # No kubelet answers for a fake node.
                 self.delete_now(pod["metadata"]["name"])
         self.cluster.poll(lambda: not self.pods(), f"the end of {self.name}'s pods", 60)
-        self.cluster.kubectl("delete", "namespace", self.name, "--wait=false")
-
-        def gone() -> bool:
-            return not self.cluster.kubectl("get", "namespace", self.name, "--ignore-not-found").strip()
-
-        try:
-            self.cluster.poll(gone, f"the end of namespace {self.name}", 120)
-        except TimeoutError as error:
-            state = self.cluster.kubectl(
-                "get", "namespace", self.name, "-o", "jsonpath={.status}", check=False
-            )
-            raise NotSeenError(f"{error}: {state}\n\n{self.describe()}") from None
-        for directory in self._volumes:
-            self.cluster.kubectl("delete", "persistentvolume", directory.name)
-            shutil.rmtree(directory)
-        label = f'labels."io.kubernetes.pod.namespace"=={self.name}'
-        # The kubelet removes containers after their pod.
-        self.cluster.poll(
-            lambda: not self.cluster.ctr("containers", "ls", "-q", label).strip(),
-            f"the end of {self.name}'s containers",
-            60,
-        )
         left = [uid for uid in jobs if (self.cluster.files("/dev/shm") / uid).exists()]
         if left:
             raise NotSeenError(f"rings are left in /dev/shm: {left}")
+        volumes = [f"persistentvolume/{directory.name}" for directory in self._volumes]
+        self.cluster.kubectl("delete", f"namespace/{self.name}", *volumes, "--wait=false")
+        for directory in self._volumes:
+            shutil.rmtree(directory)
 
     def delete_now(self, pod: str) -> None:
         """Delete a pod without asking its node."""
@@ -316,7 +299,7 @@ def new_namespace(
 ) -> Iterator[Namespace]:
     """A namespace for the time of the block, with labels such as a level of Pod Security."""
     name = f"{prefix}-{secrets.token_hex(3)}"
-    meta = {"name": name, "labels": dict(labels or {})}
+    meta = {"name": name, "labels": {**_OURS, **(labels or {})}}
     cluster.kubectl(
         "create", "-f", "-", input=json.dumps({"apiVersion": "v1", "kind": "Namespace", "metadata": meta})
     )
@@ -327,6 +310,29 @@ def new_namespace(
         yield namespace
     finally:
         namespace.remove()
+
+
+def wait_for_the_end_of_all(cluster: Cluster) -> None:
+    """See that nothing of removed namespaces is left, in the API or on the node.
+
+    Kubernetes takes its time: a namespace goes five seconds after it was deleted, and the kubelet looks once
+    a minute for containers without a pod. So this is asked once, not after each test.
+    """
+    (label, value), *_ = _OURS.items()
+
+    def objects() -> str:
+        return cluster.kubectl("get", "namespaces,persistentvolumes", "-l", f"{label}={value}", "-o", "name")
+
+    try:
+        cluster.poll(lambda: not objects().strip(), "the end of the tests' namespaces", 120)
+    except TimeoutError as error:
+        state = cluster.kubectl("get", "namespaces", "-l", f"{label}={value}", "-o", "yaml", check=False)
+        raise NotSeenError(f"{error}: {objects()}\n{state}") from None
+    living = [line.partition("/")[2] for line in cluster.kubectl("get", "namespaces", "-o", "name").split()]
+    others = ",".join(f'labels."io.kubernetes.pod.namespace"!={name}' for name in living)
+    cluster.poll(
+        lambda: not cluster.ctr("containers", "ls", "-q", others).strip(), "the end of their containers", 120
+    )
 
 
 # Violence

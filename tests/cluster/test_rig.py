@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import secrets
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,9 @@ from live import (
     drained,
     fake_gpus,
     gb200,
+    new_namespace,
     restart_kubelet,
+    wait_for_the_end_of_all,
 )
 
 from cluster import Cluster
@@ -179,18 +180,23 @@ def test_pods_reach_the_s3_server(namespace: Namespace, s3: Any) -> None:
 
 
 @pytest.mark.ci
-def test_a_removed_namespace_leaves_nothing_on_the_node(
-    namespaces: Callable[..., Namespace], cluster: Cluster
-) -> None:
+def test_removed_namespaces_leave_nothing_on_the_node(cluster: Cluster) -> None:
+    """The last test of all, so that it says so of those before it, too."""
     name = secrets.token_hex(8)
-    namespace = namespaces()
-    volumes = [{"name": "shm", "hostPath": {"path": "/dev/shm", "type": "Directory"}}]
-    mount = {"volumeMounts": [{"name": "shm", "mountPath": "/shm"}]}
-    namespace.apply(pod("ring", f"mkdir /shm/{name}; sleep 1000", container=mount, volumes=volumes))
-    phase(namespace, "ring", "Running")
-    ring = cluster.files("/dev/shm") / name
-    namespace.wait_for(ring.exists, "the ring")
-    assert not Path("/dev/shm", name).exists()
-    ring.rmdir()
-    (identity,) = namespace.get("pod", "ring")["status"]["containerStatuses"]
-    assert identity["containerID"].removeprefix("containerd://") in cluster.ctr("containers", "ls", "-q")
+    with new_namespace(cluster) as namespace:
+        namespace.volume("runs")
+        volumes = [{"name": "shm", "hostPath": {"path": "/dev/shm", "type": "Directory"}}]
+        mount = {"volumeMounts": [{"name": "shm", "mountPath": "/shm"}]}
+        namespace.apply(pod("ring", f"mkdir /shm/{name}; sleep 1000", container=mount, volumes=volumes))
+        phase(namespace, "ring", "Running")
+        ring = cluster.files("/dev/shm") / name
+        namespace.wait_for(ring.exists, "the ring")
+        assert not Path("/dev/shm", name).exists()
+        ring.rmdir()
+        (identity,) = namespace.get("pod", "ring")["status"]["containerStatuses"]
+        container = identity["containerID"].removeprefix("containerd://")
+        assert container in cluster.ctr("containers", "ls", "-q")
+    wait_for_the_end_of_all(cluster)
+    assert container not in cluster.ctr("containers", "ls", "-q")
+    assert cluster.kubectl("get", "namespace", namespace.name, "--ignore-not-found") == ""
+    assert not [*(cluster.place.data / "volumes").glob(f"{namespace.name}-*")]
