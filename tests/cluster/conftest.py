@@ -82,8 +82,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
         yield server
 
 
-def _install_operator(cluster: Cluster, say: Callable[[str], None]) -> None:
-    """Our images and our chart, as the README says a user installs them."""
+def _install_operator(cluster: Cluster, say: Callable[[str], None], *, again: bool) -> None:
+    """Our images and our chart, as the README says a user installs them; `again` where it may be there."""
     out = cluster.place.cache / "images/out"
     say("cluster tests: images")
     subprocess.run([sys.executable, ROOT / "images/assemble.py", "--out", out, *IMAGES], check=True)
@@ -99,7 +99,7 @@ def _install_operator(cluster: Cluster, say: Callable[[str], None]) -> None:
     sets = [f"--set={key}.{each}" for key, pairs in values.items() for each in pairs.split(",")]
     release = ("upgrade", "--install", "tracerl", str(ROOT / "charts/tracerl"), "--namespace", OPERATOR)
     cluster.helm(*release, "--create-namespace", *sets, "--wait", "--timeout", "600s")
-    if any(new):
+    if again and any(new):
         # The tag stays the same, so nothing else would tell the deployment.
         cluster.kubectl("--namespace", OPERATOR, "rollout", "restart", "deployment")
         cluster.kubectl(
@@ -130,7 +130,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
             cluster.up(owned=True)
         cluster.install("jobset")
         with capture.global_and_fixture_disabled():
-            _install_operator(cluster, say)
+            _install_operator(cluster, say, again=borrowed)
         yield cluster
     finally:
         if not borrowed:

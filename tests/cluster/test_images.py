@@ -117,7 +117,7 @@ def outcome(namespace: Namespace, name: str) -> str:
     return logs
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def image(cluster: Cluster, request: pytest.FixtureRequest) -> str:
     """A target, put together and known to the cluster."""
     target: str = request.param

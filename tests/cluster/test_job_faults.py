@@ -134,19 +134,24 @@ def rewards() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def room(cluster: Cluster) -> Iterator[Trial]:
-    """Jobs that wait for something, each for another thing, all at the same time."""
+    """Jobs that wait for something, each for another thing, at the same time."""
     with new_namespace(cluster, labels=RESTRICTED) as namespace:
         one = Trial(namespace)
         one.start("no-image", {"trainer": {"image": "localhost/tracerl-trainer:missing"}})
-        one.start("no-gpus", QUICK, {"trainer": {"template": gpus("trainer", 3)}})
         objects = {"uri": "s3://records/trial", "secretName": "s3-keys", "endpointUrl": "http://s3:9000"}
         one.start("no-secret", {"transport": {"ring": None, "onlyObject": True, "object": objects}})
-        one.start("no-claim", QUICK, {"output": {"uri": "pvc://missing"}})
-        one.start("no-rewards", QUICK, {"task": own_task("good")})
-        one.start("no-host", QUICK, {"placement": {"colocation": "Node"}})
-        one.start("no-domain", {"placement": {"fabric": "ComputeDomain"}})
         yield one
         one.remove_all()
+
+
+@pytest.fixture(scope="module")
+def full_room(room: Trial) -> None:
+    """More of them, which CI has no time for."""
+    room.start("no-gpus", QUICK, {"trainer": {"template": gpus("trainer", 3)}})
+    room.start("no-claim", QUICK, {"output": {"uri": "pvc://missing"}})
+    room.start("no-rewards", QUICK, {"task": own_task("good")})
+    room.start("no-host", QUICK, {"placement": {"colocation": "Node"}})
+    room.start("no-domain", {"placement": {"fabric": "ComputeDomain"}})
 
 
 @pytest.mark.ci
@@ -165,6 +170,7 @@ def test_a_missing_secret_is_named(room: Trial) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("full_room")
 def test_a_job_waits_for_gpus_and_starts_when_a_node_has_them(room: Trial) -> None:
     room.wait_for("Unschedulable", "nvidia.com/gpu", "ask for less", seconds=60, name="no-gpus")
     with fake_gpus(room.cluster, 4):
@@ -173,6 +179,7 @@ def test_a_job_waits_for_gpus_and_starts_when_a_node_has_them(room: Trial) -> No
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("full_room")
 def test_a_missing_volume_claim_is_named(room: Trial) -> None:
     room.wait_for("Configuration", "missing", "make that claim", "spec.output", seconds=60, name="no-claim")
     room.namespace.volume("missing")
@@ -181,6 +188,7 @@ def test_a_missing_volume_claim_is_named(room: Trial) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("full_room")
 def test_a_missing_reward_config_map_is_named(room: Trial) -> None:
     room.wait_for("Configuration", "rewards", "not found", seconds=120, name="no-rewards")
     room.namespace.apply(rewards())
@@ -189,6 +197,7 @@ def test_a_missing_reward_config_map_is_named(room: Trial) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("full_room")
 def test_a_namespace_that_forbids_host_paths_is_named(room: Trial) -> None:
     words = ("restricted", "hostPath", "colocation: Pod")
     room.wait_for("Configuration", *words, seconds=60, name="no-host")
@@ -203,6 +212,7 @@ def test_a_namespace_that_forbids_host_paths_is_named(room: Trial) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("full_room")
 def test_a_fabric_that_is_not_installed_is_named(room: Trial) -> None:
     words = ("ComputeDomain", "DRA driver", "fabric: None")
     room.wait_for("Configuration", *words, seconds=60, name="no-domain")
