@@ -577,6 +577,9 @@ def rollout_parallelism(facts: Facts) -> Iterator[Fault]:
     if gpus and ranks != gpus:
         problem = f"makes tensor x data = {ranks} ranks, but a replica has {gpus} GPUs"
         remedy = f"write for example tensor: {gpus} and data: 1"
+        if rollout.engine is RolloutEngine.REFERENCE:
+            # It is one process, so that no other sizes would help.
+            remedy = "write tensor: 1, data: 1, spec.rollout.gpusPerNode: 1 and nodesPerReplica: 1"
         yield Fault("spec.rollout.parallelism", problem, remedy)
     elif gpus and gpus % rollout.parallelism.expert:
         problem = f"is {rollout.parallelism.expert}, which does not divide the replica's {gpus} GPUs"
@@ -597,7 +600,12 @@ def trainer_parallelism(facts: Facts) -> Iterator[Fault]:
             if gpus % inner == 0
             else f"tensor: 1, pipeline: 1, context: 1, data: {gpus}"
         )
-        yield Fault("spec.trainer.parallelism", problem, f"write for example {fitting}")
+        remedy = f"write for example {fitting}"
+        if trainer.engine is TrainerEngine.REFERENCE:
+            # A process of it has one GPU and the whole model.
+            remedy = f"write tensor: 1, pipeline: 1, context: 1, data: {trainer.nodes}"
+            remedy += " and spec.trainer.gpusPerNode: 1" if trainer.gpus_per_node > 1 else ""
+        yield Fault("spec.trainer.parallelism", problem, remedy)
     elif gpus and stage % sizes.expert:
         problem = f"is {sizes.expert}, which does not divide the {stage} GPUs of a pipeline stage"
         yield Fault("spec.trainer.parallelism.expert", problem, f"write a divisor of {stage}")

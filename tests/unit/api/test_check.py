@@ -196,7 +196,10 @@ BAD: list[tuple[list[str], str, str]] = [
     (["spec.trainer.engineArgs={mem: 1}"], "spec.trainer.engineArgs", "remove them"),
     (["spec.rollout={nodes: 3, nodesPerReplica: 2}"], "spec.rollout.nodes", "write a multiple of 2"),
     (
-        ["spec.rollout={gpusPerNode: 2, nodes: 2, nodesPerReplica: 2, parallelism: {tensor: 2}}"],
+        [
+            "spec.rollout={engine: SGLang, gpusPerNode: 2, nodes: 2, nodesPerReplica: 2}",
+            "spec.rollout.parallelism.tensor=2",
+        ],
         "spec.rollout.parallelism",
         "a replica has 4 GPUs; write for example tensor: 4",
     ),
@@ -206,7 +209,7 @@ BAD: list[tuple[list[str], str, str]] = [
         "write a divisor of 4",
     ),
     (
-        ["spec.trainer={gpusPerNode: 4, parallelism: {tensor: 2, data: 4}}"],
+        ["spec.trainer={engine: Megatron, gpusPerNode: 4, parallelism: {tensor: 2, data: 4}}"],
         "spec.trainer.parallelism",
         "= 8 ranks for 4 GPUs; write for example data: 2",
     ),
@@ -563,6 +566,44 @@ def test_a_uid_names_directories(manifest: dict[str, Any], uid: str) -> None:
     assert "letters, digits and dashes" in found or "write at most 64" in found
     manifest["metadata"]["uid"] = "0b5e9d3c-9d7c-4b8e-A3b1-5f8d7a1c2e3f"
     assert check(manifest) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "remedy", "done"),
+    [
+        (
+            ["spec.rollout.gpusPerNode=4"],
+            "spec.rollout.parallelism",
+            "write tensor: 1, data: 1, spec.rollout.gpusPerNode: 1 and nodesPerReplica: 1",
+            ["spec.rollout.gpusPerNode=1"],
+        ),
+        (
+            ["spec.rollout={gpusPerNode: 1, nodes: 2, nodesPerReplica: 2}"],
+            "spec.rollout.parallelism",
+            "write tensor: 1, data: 1, spec.rollout.gpusPerNode: 1 and nodesPerReplica: 1",
+            ["spec.rollout.nodesPerReplica=1"],
+        ),
+        (
+            ["spec.trainer={gpusPerNode: 4, nodes: 2}"],
+            "spec.trainer.parallelism",
+            "write tensor: 1, pipeline: 1, context: 1, data: 2 and spec.trainer.gpusPerNode: 1",
+            ["spec.trainer.parallelism={data: 2}", "spec.trainer.gpusPerNode=1"],
+        ),
+        (
+            ["spec.trainer={gpusPerNode: 1, nodes: 2, parallelism: {tensor: 4}}"],
+            "spec.trainer.parallelism",
+            "write tensor: 1, pipeline: 1, context: 1, data: 2",
+            ["spec.trainer.parallelism={tensor: 1, data: 2}"],
+        ),
+    ],
+)
+def test_what_the_reference_engines_are_told_about_gpus_runs(
+    manifest: dict[str, Any], overrides: list[str], path: str, remedy: str, done: list[str]
+) -> None:
+    """They are one process a GPU: whoever does what one line says meets no other one."""
+    found = by_path(check(apply_overrides(manifest, [*overrides, *APART])))
+    assert found[path].endswith(f"; {remedy}")
+    assert check(apply_overrides(manifest, [*overrides, *APART, *done])) == []
 
 
 def test_one_fault_says_how_many_nodes_a_trainer_has(manifest: dict[str, Any]) -> None:
