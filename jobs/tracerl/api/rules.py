@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -672,17 +673,81 @@ def parallelism_fits_model(facts: Facts) -> Iterator[Fault]:
     if shape is None:
         return
     rollout, trainer = facts.spec.rollout.parallelism, facts.spec.trainer.parallelism
-    for path, size, whole, what in (
-        ("spec.rollout.parallelism.tensor", rollout.tensor, shape.heads, "attention heads"),
-        ("spec.rollout.parallelism.expert", rollout.expert, shape.experts, "experts"),
-        ("spec.trainer.parallelism.tensor", trainer.tensor, shape.kv_heads, "KV heads"),
-        ("spec.trainer.parallelism.tensor", trainer.tensor, shape.vocab, "token ids"),
-        ("spec.trainer.parallelism.expert", trainer.expert, shape.experts, "experts"),
-        ("spec.trainer.parallelism.pipeline", trainer.pipeline, shape.layers, "layers"),
+    # A remedy that another rule would refuse helps nobody.
+    ranks, stage = rollout.tensor * rollout.data, trainer.tensor * trainer.context * trainer.data
+    shared = _divisor_of(gcd(shape.kv_heads, shape.vocab))
+    for path, size, whole, what, remedy in (
+        ("spec.rollout.parallelism.tensor", rollout.tensor, shape.heads, "attention heads", _tensor(facts)),
+        (
+            "spec.rollout.parallelism.expert",
+            rollout.expert,
+            shape.experts,
+            "experts",
+            _divisor_of(gcd(shape.experts, ranks)),
+        ),
+        ("spec.trainer.parallelism.tensor", trainer.tensor, shape.kv_heads, "KV heads", shared),
+        ("spec.trainer.parallelism.tensor", trainer.tensor, shape.vocab, "token ids", shared),
+        (
+            "spec.trainer.parallelism.expert",
+            trainer.expert,
+            shape.experts,
+            "experts",
+            _divisor_of(gcd(shape.experts, stage)),
+        ),
+        (
+            "spec.trainer.parallelism.pipeline",
+            trainer.pipeline,
+            shape.layers,
+            "layers",
+            _divisor_of(shape.layers),
+        ),
     ):
         if whole % size:
             problem = f"is {size}, which does not divide the model's {whole} {what}"
-            yield Fault(path, problem, f"write a divisor of {whole}")
+            yield Fault(path, problem, f"write {remedy}")
+
+
+def _divisor_of(number: int) -> str:
+    return "1" if number == 1 else f"a divisor of {number}"
+
+
+def _shares_kv_heads(shape: ModelShape, ranks: int) -> bool:
+    """Whether every rank of a rollout has as many key-value heads as the others, or several have one each."""
+    return shape.kv_heads % ranks == 0 or ranks % shape.kv_heads == 0
+
+
+def _splits_blocks(facts: Facts, tensor: int) -> int:
+    """How many ranks of a rollout share an expert, where some block of it would lie on two of them; or 0."""
+    spec, shape, expert = facts.spec, facts.shape, facts.spec.rollout.parallelism.expert
+    if (
+        shape is None
+        or spec.method.name is MethodName.BF16
+        or Target.ROUTED_EXPERTS not in spec.quantization.targets
+        or tensor % expert
+    ):
+        return 0
+    blocks, rest = divmod(shape.expert_hidden, BLOCK_SIZES[spec.quantization.format])
+    ranks = tensor // expert
+    return ranks if rest == 0 and blocks % ranks else 0
+
+
+def _tensor(facts: Facts) -> str:
+    """Sizes of a rollout's tensor parallelism that all rules about the model take."""
+    shape, rollout = facts.shape, facts.spec.rollout
+    sizes = rollout.parallelism
+    assert shape is not None
+    fitting = [
+        str(size)
+        for size in range(1, shape.heads + 1)
+        if shape.heads % size == 0
+        and _shares_kv_heads(shape, size)
+        and not _splits_blocks(facts, size)
+        and size * sizes.data % sizes.expert == 0
+    ]
+    if not fitting:
+        return "1 and spec.rollout.parallelism.expert: 1"
+    either = " or ".join(filter(None, (", ".join(fitting[:-1]), fitting[-1])))
+    return f"{either}, and as many spec.rollout.gpusPerNode" if rollout.gpus_per_node else either
 
 
 @_rule(Level.VALIDATE, "spec.rollout.parallelism.tensor", "spec.model.uri")
@@ -691,9 +756,9 @@ def ranks_hold_kv_heads(facts: Facts) -> Iterator[Fault]:
     if facts.shape is None:
         return
     ranks, heads = facts.spec.rollout.parallelism.tensor, facts.shape.kv_heads
-    if heads % ranks and ranks % heads:
+    if not _shares_kv_heads(facts.shape, ranks):
         problem = f"is {ranks}, neither a divisor nor a multiple of the model's {heads} key-value heads"
-        yield Fault("spec.rollout.parallelism.tensor", problem, f"write a divisor of {heads}")
+        yield Fault("spec.rollout.parallelism.tensor", problem, f"write {_tensor(facts)}")
 
 
 @_rule(Level.VALIDATE, "spec.rollout.parallelism", "spec.rollout.gpusPerNode")
@@ -716,23 +781,14 @@ def rollout_experts_divide_ranks(facts: Facts) -> Iterator[Fault]:
 )
 def ranks_hold_whole_blocks(facts: Facts) -> Iterator[Fault]:
     """The ranks that share an expert of a rollout have whole blocks of its hidden size."""
-    spec, shape, sizes = facts.spec, facts.shape, facts.spec.rollout.parallelism
-    if (
-        shape is None
-        or spec.method.name is MethodName.BF16
-        or Target.ROUTED_EXPERTS not in spec.quantization.targets
-        or sizes.tensor % sizes.expert
-    ):
-        return
-    block, ranks = BLOCK_SIZES[spec.quantization.format], sizes.tensor // sizes.expert
-    blocks, rest = divmod(shape.expert_hidden, block)
-    if rest == 0 and blocks % ranks:
+    shape, tensor = facts.shape, facts.spec.rollout.parallelism.tensor
+    if shape is not None and (ranks := _splits_blocks(facts, tensor)):
+        block = BLOCK_SIZES[facts.spec.quantization.format]
         problem = (
-            f"is {sizes.tensor}, so that {ranks} ranks share an expert, whose hidden size "
-            f"{shape.expert_hidden} is {blocks} blocks of {block}, and some block would lie on two of them"
+            f"is {tensor}, so that {ranks} ranks share an expert, whose hidden size {shape.expert_hidden} is "
+            f"{shape.expert_hidden // block} blocks of {block}, and some block would lie on two of them"
         )
-        times = f"{sizes.expert} times " if sizes.expert > 1 else ""
-        remedy = f"write {times}a divisor of {blocks}, or spec.quantization.targets: [KVCache]"
+        remedy = f"write {_tensor(facts)}, or spec.quantization.targets: [KVCache]"
         yield Fault("spec.rollout.parallelism.tensor", problem, remedy)
 
 

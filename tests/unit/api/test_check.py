@@ -1,6 +1,7 @@
 """Bad manifests: every fault is found at its path and says what to write."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -221,17 +222,17 @@ BAD: list[tuple[list[str], str, str]] = [
     (
         ["spec.rollout.parallelism.expert=16"],
         "spec.rollout.parallelism.expert",
-        "the model's 8 experts; write a divisor of 8",
+        "the model's 8 experts; write 1",
     ),
     (
         ["spec.rollout={engine: SGLang, parallelism: {tensor: 2}}"],
         "spec.rollout.parallelism.tensor",
-        "hidden size 48 is 3 blocks of 16, and some block would lie on two of them; write a divisor of 3",
+        "hidden size 48 is 3 blocks of 16, and some block would lie on two of them; write 1, or",
     ),
     (
         ["spec.rollout={engine: SGLang, parallelism: {tensor: 3}}"],
         "spec.rollout.parallelism.tensor",
-        "neither a divisor nor a multiple of the model's 2 key-value heads; write a divisor of 2",
+        "neither a divisor nor a multiple of the model's 2 key-value heads; write 1",
     ),
     (
         ["spec.rollout={engine: SGLang, parallelism: {expert: 2}}"],
@@ -604,6 +605,51 @@ def test_what_the_reference_engines_are_told_about_gpus_runs(
     found = by_path(check(apply_overrides(manifest, [*overrides, *APART])))
     assert found[path].endswith(f"; {remedy}")
     assert check(apply_overrides(manifest, [*overrides, *APART, *done])) == []
+
+
+@pytest.mark.parametrize("targets", ["[RoutedExperts, KVCache]", "[KVCache]"])
+@pytest.mark.parametrize("model", ["tiny-moe", "tiny-moe-deep"])
+@pytest.mark.parametrize(
+    ("role", "size"),
+    [("rollout", {"tensor": size}) for size in (2, 3, 4, 5, 6)]
+    + [("rollout", {"tensor": 3, "expert": 3}), ("rollout", {"tensor": 4, "expert": 2})]
+    + [("trainer", {"tensor": size}) for size in (3, 4)]
+    + [("trainer", {"data": 6, "expert": 3}), ("trainer", {"data": 12, "expert": 12})],
+)
+def test_a_size_that_a_remedy_names_is_not_refused_again(
+    manifest: dict[str, Any], model: str, targets: str, role: str, size: dict[str, int]
+) -> None:
+    base = [
+        f"spec.model.uri=builtin://{model}",
+        f"spec.quantization={{targets: {targets}, secondInput: BF16}}",
+        "spec.rollout.engine=SGLang",
+        "spec.trainer.engine=Megatron",
+        f"spec.{role}.parallelism={json.dumps(size)}",
+    ]
+    for path, text in by_path(check(apply_overrides(manifest, base))).items():
+        words = text.partition("; write ")[2].partition(", or spec")[0].partition(" and spec")[0]
+        named = [int(number) for number in re.findall(r"\d+", words)]
+        if words.startswith("a divisor of"):
+            named = [one for one in range(1, named[0] + 1) if named[0] % one == 0]
+        assert named
+        more = ["spec.rollout.parallelism.expert=1"] if "expert: 1" in text else []
+        for value in named:
+            assert path not in by_path(check(apply_overrides(manifest, [*base, f"{path}={value}", *more])))
+
+
+def test_tensor_sizes_of_a_large_model(manifest: dict[str, Any], tmp_path: Path) -> None:
+    """64 heads, 8 key-value heads, experts of 2048 in 128 blocks: whatever divides 64, here."""
+    (tmp_path / "config.json").write_text(json.dumps(LARGE.to_hf_config()))
+    changes = [
+        f"spec.model.uri=file://{tmp_path}",
+        "spec.rollout={engine: SGLang, parallelism: {tensor: 24}}",
+    ]
+    found = by_path(check(apply_overrides(manifest, changes)))["spec.rollout.parallelism.tensor"]
+    assert found.endswith("; write 1, 2, 4, 8, 16, 32 or 64, or spec.quantization.targets: [KVCache]")
+    found = by_path(check(apply_overrides(manifest, [*changes, "spec.quantization.targets=[KVCache]"])))
+    assert found["spec.rollout.parallelism.tensor"].endswith(
+        " 64 attention heads; write 1, 2, 4, 8, 16, 32 or 64"
+    )
 
 
 def test_one_fault_says_how_many_nodes_a_trainer_has(manifest: dict[str, Any]) -> None:
