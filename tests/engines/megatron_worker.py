@@ -1,7 +1,9 @@
 """Ranks of a parallel Megatron trainer: each a process of its own, with a log.
 
 They are forked off one that has imported what they need and done nothing else: imports are minutes where
-cores are busy, and what tests leave behind (threads, groups, locks) would go wrong in a fork of them.
+cores are busy. A fork of the process that runs the tests would stand at times. Megatron keeps a group of the
+test before until it makes another, and gloo's destructor then joins threads that the fork has not, but whose
+ids and stacks its own new ones may have got.
 """
 
 from __future__ import annotations
