@@ -6,6 +6,7 @@ test itself needs neither engine.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -72,6 +73,20 @@ class Run:
         lines = self.layout.metrics.read_text(encoding="utf-8").splitlines()
         return [record for record in map(json.loads, lines) if record["type"] == "step"]
 
+    def pid_of(self, name: str) -> int:
+        """A process of this run by its name, which is the last word of its command line."""
+        job, word = os.fsencode(self.layout.job), name.encode()
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                words = (
+                    (entry / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+                    if entry.name.isdecimal()
+                    else []
+                )
+                if job in words and words[-1] == word:
+                    return int(entry.name)
+        raise AssertionError(f"{name} does not run")
+
     def kill(self, name: str) -> None:
         """Kill a process with SIGKILL, and wait until another one is in its place."""
         path = self.layout.endpoints / f"{name}.json"
@@ -107,7 +122,10 @@ def test_the_canary_of_the_engines(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_two_trainers_with_half_of_the_experts_each(tmp_path: Path) -> None:
-    """Two nodes, Reference rollouts: records of both, weights by gloo, and a checkpoint."""
+    """Two nodes, Reference rollouts: records of both, weights by gloo, and a checkpoint.
+
+    The second trainer is killed where both make their groups. Megatron would wait half an hour for it there.
+    """
     run = Run(
         tmp_path / "run",
         "spec.rollout.engine=Reference",
@@ -121,8 +139,17 @@ def test_two_trainers_with_half_of_the_experts_each(tmp_path: Path) -> None:
         "spec.records.auditEvery=2",
         "spec.expect={maxMissingRows: 0}",
     )
+    meeting = run.layout.meeting
+
+    def met() -> int | None:
+        come = meeting.exists() and b"tracerl/here/1" in meeting.read_bytes()
+        return run.pid_of("trainer-1") if come else None
+
+    os.kill(run.until(met, "trainer-1 has come"), signal.SIGKILL)
     code, written = run.finish()
     assert code == 0, written
+    assert "trainer-1 was killed" in written
+    assert "starting all 2 trainers again (1 of 3)" in written
     steps = run.steps()
     assert [step["step"] for step in steps] == [1, 2, 3]
     for step in steps:
