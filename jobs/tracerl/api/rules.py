@@ -107,6 +107,7 @@ OWN_FIELDS = {
 }
 """Fields that a pod template leaves to the job, by where they stand there: its life is its own."""
 LOCAL_NODES = 16
+LOCAL_RANKS = 64
 _CLAIM = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
 _BUCKET = r"[A-Za-z0-9][\w.-]{1,254}"
 _KIB, _MIB = 2**10, 2**20
@@ -649,6 +650,22 @@ def local_nodes(facts: Facts) -> Iterator[Fault]:
         if nodes > LOCAL_NODES:
             problem = f"is {nodes}, each of them processes of this one machine"
             yield Fault(path, problem, f"write at most {LOCAL_NODES}")
+
+
+@_rule(Level.START, "spec.rollout.parallelism", "spec.trainer.parallelism")
+def local_ranks(facts: Facts) -> Iterator[Fault]:
+    """One machine runs at most 64 ranks of a role, each of them a process."""
+    if facts.machine is None:
+        return
+    rollout, trainer = facts.spec.rollout, facts.spec.trainer
+    servers = rollout.nodes // rollout.nodes_per_replica
+    for path, ranks in (
+        ("spec.rollout.parallelism", servers * rollout.parallelism.tensor * rollout.parallelism.data),
+        ("spec.trainer.parallelism", trainer.parallelism.ranks),
+    ):
+        if ranks > LOCAL_RANKS:
+            problem = f"makes {ranks} ranks, each of them a process of this one machine"
+            yield Fault(path, problem, f"write sizes that make at most {LOCAL_RANKS}")
 
 
 @_rule(

@@ -695,6 +695,17 @@ ON_A_MACHINE = [
         "is 40Mi for each of 2 nodes, but /dev/shm of this machine has 64Mi; write at most 32Mi",
     ),
     (["spec.rollout.nodes=17"], "spec.rollout.nodes", "of this one machine; write at most 16"),
+    (
+        ["spec.trainer={engine: Megatron, parallelism: {context: 1024}}"],
+        "spec.trainer.parallelism",
+        "makes 1024 ranks, each of them a process of this one machine; write sizes that make at most 64",
+    ),
+    (["spec.trainer.parallelism.data=65"], "spec.trainer.parallelism", "makes 65 ranks"),
+    (
+        ["spec.rollout={engine: SGLang, nodes: 2, parallelism: {tensor: 3, data: 11}}", *APART],
+        "spec.rollout.parallelism",
+        "makes 66 ranks",
+    ),
     (["spec.transport={spillPath: /no/nvme}"], "spec.transport.spillPath", "no directory of this machine"),
     (
         ["spec.transport.object={uri: 's3://bucket', secretName: s3}"],
@@ -775,6 +786,12 @@ def test_every_rule_is_broken_by_some_manifest(manifest: dict[str, Any]) -> None
             facts = Facts(job.spec, shape, machine)
             broken |= {rule.name for rule in (*RULES, *SUPPORT_RULES) if list(rule.check(facts))}
     assert {rule.name for rule in (*RULES, *SUPPORT_RULES)} == broken
+
+
+def test_one_machine_runs_64_ranks_of_a_role(manifest: dict[str, Any]) -> None:
+    changes = ["spec.trainer.parallelism.data=64", "spec.rollout.nodes=16", "spec.trainer.nodes=16"]
+    machine = Machine(gpus=0, shared_memory=2**40)
+    assert check(apply_overrides(manifest, changes), machine=machine) == []
 
 
 @pytest.mark.parametrize(("trainer", "fault"), [("Reference", False), ("Megatron", True)])
