@@ -857,7 +857,7 @@ def gpus_are_there(facts: Facts) -> Iterator[Fault]:
     if facts.machine is not None and wanted > facts.machine.gpus:
         path = "spec.rollout.gpusPerNode" if rollout.gpus_per_node else "spec.trainer.gpusPerNode"
         problem = f"and the other role's ask for {wanted} GPUs, but this machine has {facts.machine.gpus}"
-        if "CUDA_VISIBLE_DEVICES" in os.environ:
+        if facts.machine.chosen is not None:
             problem += " in CUDA_VISIBLE_DEVICES"
         yield Fault(path, problem, f"write at most {facts.machine.gpus}{'' if shared else ' together'}")
     elif facts.machine is not None and trainer.nodes * trainer.gpus_per_node > facts.machine.gpus:

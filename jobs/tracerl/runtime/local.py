@@ -17,7 +17,7 @@ from tracerl.api.constants import Reason
 from tracerl.api.errors import InputError, JobError, TraceRLError
 from tracerl.api.job import TraceRLJob
 from tracerl.api.load import load_job
-from tracerl.api.machine import Machine, chosen_gpus
+from tracerl.api.machine import Machine
 from tracerl.api.resolved import ResolvedJob, RunLayout
 from tracerl.observe.run import Ending, parse_line
 from tracerl.observe.runlog import RunLog, Tail
@@ -162,7 +162,7 @@ def process_specs(resolved: ResolvedJob) -> list[ProcessSpec]:
     InputError when the interpreter of a role is named and not there.
     """
     layout, spec = resolved.layout, resolved.job.spec
-    gpus = _gpus(resolved, _visible_gpus())
+    gpus = _gpus(resolved, Machine.here().gpu_names)
 
     def process(name: str, group: str, threads: int, *leaves: Path) -> ProcessSpec:
         role = name.partition("-")[0]
@@ -189,12 +189,6 @@ def process_specs(resolved: ResolvedJob) -> list[ProcessSpec]:
             for e in resolved.endpoints.trainer
         ),
     ]
-
-
-def _visible_gpus() -> list[str]:
-    """GPUs of this machine that processes may use, by the names that CUDA knows them by."""
-    chosen = chosen_gpus()
-    return [str(index) for index in range(Machine.here().gpus)] if chosen is None else chosen
 
 
 def _gpus(resolved: ResolvedJob, visible: Sequence[str]) -> dict[str, dict[str, str]]:

@@ -815,7 +815,11 @@ def test_reference_trainers_share_no_gpu_with_each_other(
 
 
 @pytest.mark.parametrize(
-    ("visible", "gpus"), [(None, 2), ("", 0), ("1", 1), ("0,1", 2), ("GPU-8c1", 1), ("0,1,2", 2)]
+    ("visible", "gpus"),
+    [
+        *[(None, 2), ("", 0), ("1", 1), ("0,1", 2), ("GPU-8c1", 1), ("0,1,2", 2)],
+        *[("7", 0), ("7,0", 0), ("1,7,0", 1), ("-1", 0), ("GPU-8c1,7", 1)],
+    ],
 )
 def test_a_machine_has_the_gpus_that_cuda_shows(
     monkeypatch: pytest.MonkeyPatch, visible: str | None, gpus: int
@@ -826,6 +830,16 @@ def test_a_machine_has_the_gpus_that_cuda_shows(
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert Machine.here().gpus == gpus
+
+
+def test_a_gpu_that_is_not_there_is_refused_by_where_it_is_named(
+    manifest: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "glob", lambda *_: iter([Path("/dev/nvidia0")]))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    changes = ["spec.rollout.gpusPerNode=1", "spec.trainer.gpusPerNode=1"]
+    found = by_path(check(apply_overrides(manifest, changes), machine=Machine.here()))
+    assert "this machine has 0 in CUDA_VISIBLE_DEVICES; write at most 0" in found["spec.rollout.gpusPerNode"]
 
 
 @pytest.mark.parametrize(("overrides", "path", "fragment"), ON_A_MACHINE, ids=lambda value: str(value)[:60])

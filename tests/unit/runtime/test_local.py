@@ -73,12 +73,26 @@ def test_the_processes_and_their_environment(monkeypatch, tmp_path, before, afte
 
 @pytest.mark.parametrize(
     ("visible", "rollout", "trainer"),
-    [("0", "0", "0"), ("0,1", "0", "1"), ("5, GPU-8c1,7", "5", "GPU-8c1"), ("", None, None)],
+    [
+        (None, "0", "1"),
+        ("0", "0", "0"),
+        ("0,1", "0", "1"),
+        ("5, GPU-8c1,7", "5", "GPU-8c1"),
+        # CUDA shows what stands before the first that is not there.
+        ("7,8,0", "7", "7"),
+        ("8", None, None),
+        ("", None, None),
+    ],
 )
 def test_processes_see_a_gpu_each_as_far_as_there_are_enough(
     monkeypatch, tmp_path, visible, rollout, trainer
 ):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    files = [Path(f"/dev/nvidia{number}") for number in range(8)]
+    glob = Path.glob
+    monkeypatch.setattr(Path, "glob", lambda at, what: files if at == Path("/dev") else glob(at, what))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     resolved = rundir.start_run(job(rollout={"gpusPerNode": 1}, trainer={"gpusPerNode": 1}), tmp_path)
     found = [process.env.get("CUDA_VISIBLE_DEVICES") for process in local.process_specs(resolved)]
     assert found == [None, rollout, trainer]
