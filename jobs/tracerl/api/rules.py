@@ -27,6 +27,7 @@ from tracerl.api.job import (
     LayerPolicy,
     MethodName,
     NumericsBackend,
+    PrefillAttends,
     Retention,
     RolloutEngine,
     SecondInput,
@@ -549,6 +550,17 @@ def native_numerics(facts: Facts) -> Iterator[Fault]:
     if rollout.gpus_per_node == 0:
         problem = "is Native, but the rollout has no GPU"
         yield Fault("spec.rollout.numerics", problem, "write Emulated, or spec.rollout.gpusPerNode: 4")
+
+
+@_rule(Level.VALIDATE, "spec.quantization.prefillAttends", "spec.quantization.targets", "spec.method.name")
+def exact_prefill_needs_a_quantised_cache(facts: Facts) -> Iterator[Fault]:
+    """Prefill attends exact keys and values only where the cache's are quantised; under BF16 nothing is."""
+    spec = facts.spec
+    exact = spec.quantization.prefill_attends is PrefillAttends.EXACT
+    if exact and spec.method.name is not MethodName.BF16 and Target.KV_CACHE not in spec.quantization.targets:
+        problem = "is Exact, but keys and values are not quantised, so it changes nothing"
+        remedy = "remove it, or write spec.quantization.targets: [RoutedExperts, KVCache]"
+        yield Fault("spec.quantization.prefillAttends", problem, remedy)
 
 
 @_rule(Level.VALIDATE, "spec.rollout.engineArgs", "spec.trainer.engineArgs")

@@ -27,6 +27,7 @@ def by_path(faults: list[Fault]) -> dict[str, str]:
 
 
 APART = ["spec.placement.colocation=None"]
+EXACT = ["spec.rollout.engine=SGLang", "spec.trainer.engine=Megatron"]
 
 
 # Overrides that break the shortest manifest -> where -> what the line says.
@@ -490,6 +491,11 @@ BAD: list[tuple[list[str], str, str]] = [
         "runs only with SGLang's Emulated numerics and Megatron",
     ),
     (
+        ["spec.quantization={prefillAttends: Exact, targets: [RoutedExperts]}", *EXACT],
+        "spec.quantization.prefillAttends",
+        "keys and values are not quantised, so it changes nothing; remove it, or write spec.quant",
+    ),
+    (
         ["spec.rollout={engine: SGLang, parallelism: {data: 2}}"],
         "spec.rollout.parallelism.data",
         "does not run with SGLang",
@@ -878,6 +884,13 @@ def test_fault_of_this_machine(
             *APART,
         ],
         ["spec.trainer={engine: Megatron, parallelism: {tensor: 2, context: 2}}"],
+        ["spec.quantization={prefillAttends: Exact, targets: [KVCache]}", *EXACT],
+        # Methods are compared by one manifest, and under BF16 nothing is quantised anyway.
+        [
+            "spec.quantization={prefillAttends: Exact, targets: [RoutedExperts]}",
+            "spec.method.name=BF16",
+            *EXACT,
+        ],
         [
             "spec.rollout.nodes=2",
             "spec.trainer={engine: Megatron, nodes: 2, parallelism: {data: 2, expert: 2}}",
