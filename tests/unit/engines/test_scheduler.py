@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from concurrent.futures import Future
+from threading import Event
 
 import pytest
 import torch
@@ -307,6 +308,19 @@ def test_a_non_finite_logit_is_noticed_without_quantisation(rollout):
     weights["model.norm.weight"][:] = 3e38
     outcome = rollout(spec_of("BF16"), weights=weights).start(*asks(1)).wait()[0]
     assert (outcome.reason, "logits" in outcome.message) == ("NonFinite", True)
+
+
+def test_rows_of_a_shared_prefill_without_a_token_are_handed_to_nobody(rollout):
+    """Keys, values and inputs are finite here: only what waits for the device finds the fault."""
+    weights = weights_of(0)
+    weights["model.norm.weight"][:] = 3e38
+    one = rollout(weights=weights)
+    outcomes = one.start(*group(3)).wait()
+    assert {outcome.reason for outcome in outcomes} == {"NonFinite"}
+    settled = Event()
+    one.writer.settle(settled.set)
+    assert settled.wait(WAIT_SECONDS)
+    assert one.writer.written_bytes.total() == 0
 
 
 def test_stopping_breaks_what_waits(rollout):

@@ -477,6 +477,9 @@ class Scheduler:
         copies = np.flatnonzero(source != np.arange(len(batch)))
         if len(copies):
             self._copy(slots[source[copies]], slots[copies])
+        # Waits, and finds what is not finite before anybody gets a row of it.
+        drawn = passed.drawn()
+        if len(copies):
             self._writer.put(
                 [
                     one
@@ -488,7 +491,7 @@ class Scheduler:
             if request.saved is not None:
                 self._restore(request, slot, request.saved)
                 request.saved = None
-        self._advance(slots, *passed.drawn())
+        self._advance(slots, *drawn)
 
     def _copy(self, source: npt.NDArray[np.int64], target: npt.NDArray[np.int64]) -> None:
         """Give slots the tokens, log-probs, keys, values and rows of other slots of the same state."""
