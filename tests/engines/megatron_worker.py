@@ -8,6 +8,7 @@ ids and stacks its own new ones may have got.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import faulthandler
 import functools
@@ -67,16 +68,15 @@ def run_ranks(works: Sequence[Callable[[], Any]], directory: Path) -> list[Any]:
     """
     logs = [directory / f"{rank}.log" for rank in range(len(works))]
     found = [directory / f"{rank}.pt" for rank in range(len(works))]
-    children = [
-        _FORKS.Process(target=_do, args=(pickle.dumps(work), log, result), name=f"rank {rank}")
-        for rank, (work, log, result) in enumerate(zip(works, logs, found, strict=True))
-    ]
-    for child in children:
-        child.start()
-    left = {child.sentinel: child for child in children}
-    deadline = time.monotonic() + RANKS_SECONDS
+    left = {}
     failure = None
     try:
+        for rank, (work, log, result) in enumerate(zip(works, logs, found, strict=True)):
+            child = _FORKS.Process(target=_do, args=(pickle.dumps(work), log, result), name=f"rank {rank}")
+            child.start()
+            left[child.sentinel] = child
+        # The first start has waited for the imports.
+        deadline = time.monotonic() + RANKS_SECONDS
         while left and failure is None:
             ended = connection.wait(list(left), deadline - time.monotonic())
             for sentinel in ended:
@@ -88,8 +88,9 @@ def run_ranks(works: Sequence[Callable[[], Any]], directory: Path) -> list[Any]:
                 failure = f"{[child.name for child in left.values()]} took more than {RANKS_SECONDS:.0f} s"
     finally:
         for child in left.values():
-            # With it goes the stack of every thread into the log.
-            os.kill(child.pid, signal.SIGABRT)
+            # With it goes the stack of every thread into the log; one that ends just now is gone.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.pid, signal.SIGABRT)
             child.join()
     if failure is not None:
         texts = [f"-- rank {rank}\n{log.read_text()}" for rank, log in enumerate(logs) if log.exists()]
