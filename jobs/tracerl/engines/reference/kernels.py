@@ -270,6 +270,25 @@ def _combine(y_MH: Tensor, slot_NK: Tensor, weight_NK: Tensor | None = None) -> 
     return functional.embedding_bag(slot_NK, y_MH, mode="sum", per_sample_weights=weight_NK)
 
 
+def _swiglu_gradients(
+    grad_inner: Tensor, inner: Tensor, gate: Tensor, up: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the rows' weights [...] (float32) and of both projections [..., F].
+
+    Args:
+        grad_inner: [..., F], of the inner values where every row weighed one; it is overwritten.
+        inner: [..., F], what the second matrix was given.
+        gate: [..., F], what the first matrix gave, before SiLU.
+        up: [..., F], the other half of it.
+        weight: [..., 1], of each row in its token's sum.
+    """
+    # d(weight) = <grad y, y> = <grad inner, inner>, over F values instead of H.
+    grad_weight = (grad_inner * inner).sum(-1, dtype=torch.float32)
+    grad_inner.mul_(weight)
+    grad_up = functional.silu(gate).mul_(grad_inner)
+    return grad_weight, torch.ops.aten.silu_backward(grad_inner.mul_(up), gate), grad_up
+
+
 class _Experts(torch.autograd.Function):
     """SwiGLU experts as batched matrix products over rows padded per expert."""
 
@@ -338,13 +357,11 @@ class _Experts(torch.autograd.Function):
         gate_EC1 = (gates_NK.reshape(-1)[pair_EC] * real_EC).view(experts, rows, 1)
         grad_y_ECH = grads[0].index_select(0, row_EC).view(experts, rows, hidden)
         grad_inner_ECF = torch.bmm(grad_y_ECH, down_EHF)
-        # d(gate) = <grad y, y> = <grad inner, inner>, over F values instead of H.
-        grad_gate_EC = (grad_inner_ECF * inner_ECF).sum(-1, dtype=torch.float32).view(slots)
-        grad_gates_NK = grad_gate_EC[slot_NK]
-        grad_inner_ECF.mul_(gate_EC1)
         grad_down_EHF = torch.bmm(grad_y_ECH.mul_(gate_EC1).transpose(1, 2), inner_ECF)
-        grad_up_ECF = functional.silu(gate_ECF).mul_(grad_inner_ECF)
-        grad_gate_ECF = torch.ops.aten.silu_backward(grad_inner_ECF.mul_(up_ECF), gate_ECF)
+        grad_weight_EC, grad_gate_ECF, grad_up_ECF = _swiglu_gradients(
+            grad_inner_ECF, inner_ECF, gate_ECF, up_ECF, gate_EC1
+        )
+        grad_gates_NK = grad_weight_EC.view(slots)[slot_NK]
         grad_gate_up_EGH = torch.cat(
             [torch.bmm(grad_gate_ECF.transpose(1, 2), x_ECH), torch.bmm(grad_up_ECF.transpose(1, 2), x_ECH)],
             dim=1,
@@ -399,11 +416,11 @@ class _GroupedExperts(torch.autograd.Function):
         token_M = order_M.div(slot_NK.shape[1], rounding_mode="floor")
         grad_y_MH = grads[0].index_select(0, token_M)
         grad_inner_MF = _grouped(grad_y_MH, down_EHF, end_E)
-        grad_gates_NK = (grad_inner_MF * inner_MF).sum(-1, dtype=torch.float32)[slot_NK]
-        grad_inner_MF.mul_(gate_M1)
         grad_down_EHF = _grouped(grad_y_MH.mul_(gate_M1).t(), inner_MF, end_E)
-        grad_up_MF = functional.silu(gate_MF).mul_(grad_inner_MF)
-        grad_gate_MF = torch.ops.aten.silu_backward(grad_inner_MF.mul_(up_MF), gate_MF)
+        grad_weight_M, grad_gate_MF, grad_up_MF = _swiglu_gradients(
+            grad_inner_MF, inner_MF, gate_MF, up_MF, gate_M1
+        )
+        grad_gates_NK = grad_weight_M[slot_NK]
         grad_MG = torch.cat([grad_gate_MF, grad_up_MF], dim=1)
         grad_gate_up_EGH = _grouped(grad_MG.t(), x_MH, end_E)
         grad_x_NH = _combine(_grouped(grad_MG, gate_up_EGH, end_E), slot_NK)
