@@ -24,6 +24,7 @@ ROLES = ("rollout", "trainer")
 _PROBE_SECONDS = 60.0
 _PROBE = """
 import importlib.util, sys
+print("Python")
 for name in sys.argv[1:]:
     if importlib.util.find_spec(name) is None:
         print(name)
@@ -125,8 +126,15 @@ def _absent(python: str, modules: Sequence[str]) -> list[str]:
             check=True,
         )
     except (OSError, subprocess.SubprocessError) as error:
-        raise InputError(
-            f"{python} cannot run as a Python of 3.11 or newer ({type(error).__name__}); "
-            "build the environment again with make engines"
-        ) from None
-    return done.stdout.split()
+        raise _no_python(python, type(error).__name__) from None
+    first, *absent = done.stdout.split() or [""]
+    if first != "Python":
+        raise _no_python(python, "it did not run a line of Python")
+    return absent
+
+
+def _no_python(python: str, why: str) -> InputError:
+    return InputError(
+        f"{python} cannot run as a Python of 3.11 or newer ({why}); "
+        "build the environment again with make engines"
+    )

@@ -109,9 +109,12 @@ def test_an_interpreter_without_tracerl(monkeypatch: pytest.MonkeyPatch, bare: P
         require_packages(job().spec)
 
 
-def test_a_program_that_is_no_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRACERL_ROLLOUT_PYTHON", "/bin/false")
-    with pytest.raises(InputError, match=r"/bin/false cannot run as a Python .* \(CalledProcessError\)"):
+@pytest.mark.parametrize(
+    ("program", "why"), [("false", "CalledProcessError"), ("true", "it did not run a line of Python")]
+)
+def test_a_program_that_is_no_python(monkeypatch: pytest.MonkeyPatch, program: str, why: str) -> None:
+    monkeypatch.setenv("TRACERL_ROLLOUT_PYTHON", f"/bin/{program}")
+    with pytest.raises(InputError, match=rf"/bin/{program} cannot run as a Python .* \({why}\)"):
         require_packages(job().spec)
 
 
