@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import spec_of
 
 from tracerl.api.errors import JobError
 from tracerl.engines.sglang import native, seams
@@ -18,7 +19,7 @@ from tracerl.engines.sglang.server import _prepare_environment
 
 @pytest.fixture(scope="module", autouse=True)
 def _cpu_kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
-    _prepare_environment(on_cpu=True, threads=1, directory=tmp_path_factory.mktemp("sglang"))
+    _prepare_environment(spec_of().rollout, tmp_path_factory.mktemp("sglang"))
 
 
 def parameters(path: str) -> dict[str, inspect.Parameter]:
