@@ -1,43 +1,14 @@
-"""What an SGLang rollout refuses to start with, in one sentence; no engine is started."""
+"""Which engine arguments of a job SGLang is given, and which are refused; no engine is started."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import SHAPE, spec_of
 
-from tracerl.api.errors import InputError, JobError
-from tracerl.engines.sglang.settings import engine_arguments, refuse, write_config
-
-
-@pytest.mark.parametrize(
-    ("parts", "message"),
-    [
-        ({"rollout": {"nodesPerReplica": 2}}, r"nodesPerReplica.*write 1$"),
-        ({"rollout": {"parallelism": {"data": 2}}}, r"parallelism\.data.*write 1$"),
-        ({"rollout": {"parallelism": {"expert": 2}}}, r"parallelism\.expert.*secondInput: BF16$"),
-        ({"rollout": {"parallelism": {"tensor": 2}}}, r"parallelism\.tensor.*secondInput: RTN$"),
-        ({"rollout": {"numerics": "Native"}}, r"numerics.*needs GPUs.*write Emulated$"),
-        (
-            {"rollout": {"numerics": "Native", "gpusPerNode": 1}},
-            r"secondInput.*do not show their second input.*write RTN$",
-        ),
-        (
-            {"rollout": {"numerics": "Native", "gpusPerNode": 1}, "records": {"auditEvery": 2}},
-            r"auditEvery.*write 0$",
-        ),
-    ],
-)
-def test_refused(parts: dict[str, Any], message: str) -> None:
-    with pytest.raises(JobError, match=message):
-        refuse(spec_of(**parts))
-
-
-def test_served() -> None:
-    refuse(spec_of())
-    refuse(spec_of(rollout={"parallelism": {"tensor": 2}}, quantization={"secondInput": "RTN"}))
+from tracerl.api.errors import InputError
+from tracerl.engines.sglang.settings import engine_arguments, write_config
 
 
 @pytest.mark.parametrize(
@@ -54,6 +25,13 @@ def test_served() -> None:
 def test_engine_arguments_that_are_refused(tmp_path: Path, name: str, why: str) -> None:
     with pytest.raises(InputError, match=rf"engineArgs\.{name} .*{why}.*remove it"):
         engine_arguments(spec_of(rollout={"engineArgs": {name: "x"}}), SHAPE, tmp_path)
+
+
+def test_an_engine_argument_that_sglang_does_not_have(tmp_path: Path) -> None:
+    spec = spec_of(rollout={"engineArgs": {"chunked_prefil_size": 64}})
+    sentence = r"engineArgs\.chunked_prefil_size is no argument of SGLang's; write chunked_prefill_size"
+    with pytest.raises(InputError, match=sentence):
+        engine_arguments(spec, SHAPE, tmp_path)
 
 
 def test_engine_arguments_that_are_passed_on(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ from tracerl.engines.rollout_http import (
 from tracerl.engines.sglang.channel import SOCKET_VARIABLE, PluginError, ServerEnd
 from tracerl.engines.sglang.plugin import JOB_VARIABLE, NAME_VARIABLE, RECORD, failure_file
 from tracerl.engines.sglang.seams import CALLED, HOOKED, check_seams, check_version
-from tracerl.engines.sglang.settings import engine_arguments, refuse
+from tracerl.engines.sglang.settings import engine_arguments
 from tracerl.records.pairing import RecordEntry
 from tracerl.records.sites import site_table
 
@@ -558,7 +558,6 @@ def serve(resolved: ResolvedJob, index: int) -> None:
             Reason.MODEL_LOAD,
             f"spec.model.uri: {spec.model.uri} is not on this machine; use file:// or builtin://",
         )
-    refuse(spec)
     directory = Path(tempfile.mkdtemp(prefix="tracerl-sglang-"))
     try:
         _prepare_environment(spec.rollout, directory)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tracerl.api.constants import Reason
-from tracerl.api.errors import InputError, JobError
-from tracerl.api.job import DType, NumericsBackend, PrefillAttends, SecondInput, Spec, Target
+from tracerl.api.errors import InputError
+from tracerl.api.job import DType, NumericsBackend, Spec
 from tracerl.api.model import ModelShape
+from tracerl.api.suggest import nearest
 
 _SPARE_TOKENS = 16
 """SGLang keeps some tokens of its limits for itself."""
@@ -23,7 +25,10 @@ _REFUSED = {
     "disaggregation_mode": "prefill and decoding in two servers have their rows apart",
     "enable_dp_attention": "it cannot take weights by broadcast",
     "dp_size": "it cannot take weights by broadcast; use spec.rollout.nodes",
+    "nnodes": "a rollout is on one node",
     "pp_size": "the rows of one token would lie in several processes",
+    "attn_cp_size": "the rows of one sequence would lie in several processes",
+    "moe_a2a_backend": "experts would be given other rows than those that are recorded",
     "enable_two_batch_overlap": "it interleaves the rows of two batches",
     "enable_torch_compile": "hooks would be compiled away",
     "quantization": "the plugin quantises; write spec.quantization",
@@ -74,6 +79,7 @@ def engine_arguments(spec: Spec, shape: ModelShape, directory: Path) -> dict[str
         why = _REFUSED.get(name) or ("the job says it elsewhere" if name in own else None)
         if why is not None:
             raise InputError(f"spec.rollout.engineArgs.{name} cannot be given with SGLang: {why}; remove it")
+    _check_names(rollout.engine_args)
     write_config(shape, directory, arguments["dtype"])
     return arguments | rollout.engine_args
 
@@ -90,6 +96,17 @@ _NATIVE: dict[str, Any] = {
 """What the Native back end changes. Not run: it needs Blackwell."""
 
 
+def _check_names(names: Iterable[str]) -> None:
+    from sglang.srt.server_args import ServerArgs  # noqa: PLC0415
+
+    known = inspect.signature(ServerArgs).parameters
+    for name in names:
+        if name not in known:
+            near = nearest(name, known)
+            remedy = "remove it" if near is None else f"write {near}"
+            raise InputError(f"spec.rollout.engineArgs.{name} is no argument of SGLang's; {remedy}")
+
+
 def write_config(shape: ModelShape, directory: Path, dtype: str) -> None:
     """Write the config.json that SGLang reads; no token ends a sequence but those that a request names."""
     config = shape.to_hf_config() | {
@@ -100,46 +117,3 @@ def write_config(shape: ModelShape, directory: Path, dtype: str) -> None:
     }
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-
-
-def refuse(spec: Spec) -> None:
-    """Raise JobError for a job that this rollout cannot serve, with what to write instead."""
-    rollout = spec.rollout
-    if rollout.nodes_per_replica > 1:
-        raise _cannot("spec.rollout.nodesPerReplica", "a rollout is on one node", "1")
-    if rollout.parallelism.data > 1:
-        raise _cannot("spec.rollout.parallelism.data", "SGLang takes no broadcast weights then", "1")
-    second = Target.ROUTED_EXPERTS in spec.quantization.targets and (
-        spec.quantization.second_input is not SecondInput.BF16
-    )
-    if second and rollout.parallelism.expert > 1 and rollout.numerics is NumericsBackend.EMULATED:
-        raise _cannot(
-            "spec.rollout.parallelism.expert",
-            "a quantised second input is emulated where all experts are",
-            "1, or spec.quantization.secondInput: BF16",
-        )
-    if second and spec.quantization.second_input is SecondInput.RECORDED and rollout.parallelism.tensor > 1:
-        raise _cannot(
-            "spec.rollout.parallelism.tensor",
-            "every rank would have a part of the recorded second input",
-            "1, or spec.quantization.secondInput: RTN",
-        )
-    if rollout.numerics is NumericsBackend.NATIVE:
-        if rollout.gpus_per_node == 0:
-            raise _cannot("spec.rollout.numerics", "Native needs GPUs with FP4 arithmetic", "Emulated")
-        if spec.quantization.prefill_attends is not PrefillAttends.QUANTIZED:
-            raise _cannot(
-                "spec.quantization.prefillAttends", "its kernels attend what is stored", "Quantized"
-            )
-        if spec.records.audit_every:
-            raise _cannot("spec.records.auditEvery", "whole codes of all layers stay on the device", "0")
-        if spec.quantization.second_input is SecondInput.RECORDED:
-            raise _cannot(
-                "spec.quantization.secondInput", "FP4 kernels do not show their second input", "RTN"
-            )
-
-
-def _cannot(path: str, why: str, instead: str) -> JobError:
-    return JobError(
-        Reason.CONFIGURATION, f"{path}: a rollout with SGLang does not run this ({why}); write {instead}"
-    )
