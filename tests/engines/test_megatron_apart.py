@@ -156,14 +156,19 @@ def test_megatrons_checkpoint_goes_on_with_a_model_apart(tmp_path, sizes):
 
 
 def job_of(
-    directory: Path, sizes: dict[str, int], *, sync: str = "Auto", **sections: dict[str, Any]
+    directory: Path,
+    sizes: dict[str, int],
+    *,
+    sync: str = "Auto",
+    state: str = "Full",
+    **sections: dict[str, Any],
 ) -> ResolvedJob:
     trainer = {
         "engine": "Megatron",
         "weightSync": sync,
         "parallelism": sizes,
         "optimizer": {"learningRate": "0.01"},
-        "checkpoint": {"every": 2},
+        "checkpoint": {"every": 2, "state": state},
     }
     records = {"auditEvery": 2}
     quantization = {"secondInput": "Recorded"}
@@ -222,30 +227,41 @@ def whole_job(resolved: ResolvedJob, engine: MegatronTrainer) -> list[dict[str, 
             await run_loop(resolved, engine, log)
 
     asyncio.run(train())
-    return log.of("step")
+    return log.lines
 
 
-def run(resolved: ResolvedJob) -> list[dict[str, Any]]:
-    steps, followed = two_ranks(resolved, whole_job)
+def run(resolved: ResolvedJob) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Steps and events of a job."""
+    lines, followed = two_ranks(resolved, whole_job)
     assert followed is None
-    assert isinstance(steps, list), steps
-    return steps
+    assert isinstance(lines, list), lines
+    steps, events = ([line for line in lines if line["type"] == kind] for kind in ("step", "event"))
+    return steps, events
 
 
 @pytest.mark.parametrize(
-    ("sync", "sizes"),
+    ("sync", "sizes", "state"),
     [
-        ("Disk", EXPERTS_APART),
-        ("Distributed", EXPERTS_APART),
-        ("Distributed", {"tensor": 2}),
-        pytest.param("Disk", {"context": 2, "expert": 2}, marks=pytest.mark.full),
+        ("Disk", EXPERTS_APART, "Full"),
+        ("Distributed", EXPERTS_APART, "Sharded"),
+        ("Distributed", {"tensor": 2}, "Sharded"),
+        pytest.param("Disk", {"context": 2, "expert": 2}, "Sharded", marks=pytest.mark.full),
     ],
     ids=["experts by disk", "experts by gloo", "tensors", "rows and experts"],
 )
-def test_a_whole_job_with_records_weights_and_checkpoints(tmp_path, sync, sizes):
-    """Against a model together; then continued from a checkpoint, also by ranks that hold all of it."""
-    together = run(job_of(tmp_path / "together", TOGETHER, sync=sync))
-    apart = run(job_of(tmp_path / "apart", sizes, sync=sync))
+def test_a_whole_job_with_records_weights_and_checkpoints(tmp_path, sync, sizes, state):
+    """Against a model together; then continued from a checkpoint, also by ranks that hold all of it.
+
+    Those read one of the other state, and the newest one is damaged.
+    """
+    together, _ = run(job_of(tmp_path / "together", TOGETHER, sync=sync))
+    job = job_of(tmp_path / "apart", sizes, sync=sync, state=state)
+    apart, _ = run(job)
+    ranks = {f"state-rank-0000{rank}.safetensors" for rank in range(2)}
+    held = {"Full": {"state.safetensors"}, "Sharded": ranks}
+    for step in (2, 4):
+        files = {path.name for path in (job.layout.checkpoints / f"step-00000{step}").iterdir()}
+        assert files == {"loop.json", "manifest.json"} | held[state]
     assert [line["step"] for line in apart] == [1, 2, 3, 4]
     for line, other in zip(apart, together, strict=True):
         assert line["gap_guided"]["max"] < 1e-4
@@ -260,10 +276,14 @@ def test_a_whole_job_with_records_weights_and_checkpoints(tmp_path, sync, sizes)
     assert apart[0]["reward"] == together[0]["reward"]
     assert apart[0]["policy"] == pytest.approx(together[0]["policy"], rel=1e-3, abs=1e-5)
     shutil.copytree(tmp_path / "apart", tmp_path / "copy")
-    for directory, layout in ((tmp_path / "apart", sizes), (tmp_path / "copy", TOGETHER)):
-        again = job_of(directory, layout, sync=sync)
-        shutil.rmtree(again.layout.checkpoints / "step-000004")
-        resumed = run(again)
+    other = {"Full": "Sharded", "Sharded": "Full"}[state]
+    for directory, layout, form in ((tmp_path / "apart", sizes, state), (tmp_path / "copy", TOGETHER, other)):
+        again = job_of(directory, layout, sync=sync, state=form)
+        newest = max((again.layout.checkpoints / "step-000004").glob("state*"))
+        newest.write_bytes(newest.read_bytes()[:-1] + b"?")
+        resumed, events = run(again)
+        assert [line["reason"] for line in events] == ["CheckpointDamaged"]
+        assert f"{newest.name} does not have the length and hash" in events[0]["message"]
         assert [line["step"] for line in resumed] == [3, 4]
         for line, before in zip(resumed, apart[2:], strict=True):
             assert line["reward"] == before["reward"]

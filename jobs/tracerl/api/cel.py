@@ -408,6 +408,15 @@ CEL: tuple[Cel, ...] = (
         ".trainer.weightSync",
     ),
     Cel(
+        "shards-are-shared",
+        "spec",
+        "self.trainer.checkpoint.state != 'Sharded' || self.trainer.nodes <= 1 || "
+        "(has(self.output.uri) && self.output.uri.matches('^(pvc|file)://'))",
+        "is Sharded for trainers of several nodes, which share no directory; write Full, or output.uri: "
+        "pvc://CLAIM/PATH",
+        ".trainer.checkpoint.state",
+    ),
+    Cel(
         "output-scheme",
         "spec.output",
         "!has(self.uri) || self.uri.matches('^(pvc|s3|file)://')",

@@ -635,6 +635,13 @@ class Optimizer(Model):
     )
 
 
+class CheckpointState(StrEnum):
+    """Full: trainer-0 gathers weights and optimizer and writes all. Sharded: each trainer writes its part."""
+
+    FULL = "Full"
+    SHARDED = "Sharded"
+
+
 class Checkpoint(Model):
     """Checkpoints of the whole job: weights, optimizer, data order, counters."""
 
@@ -642,6 +649,12 @@ class Checkpoint(Model):
         10, doc="Steps between checkpoints.", unit="steps", ge=1, mutable=Mutability.WHILE_SUSPENDED
     )
     keep: int = field(2, doc="Newest checkpoints kept.", ge=1, le=1_000, mutable=Mutability.WHILE_SUSPENDED)
+    state: CheckpointState = field(
+        CheckpointState.FULL,
+        doc="Who writes weights and optimizer: Full, trainer-0, in whose memory all of it must fit; Sharded, "
+        "each trainer what it holds, into one directory that all see. A job continues from either.",
+        mutable=Mutability.WHILE_SUSPENDED,
+    )
 
 
 class Trainer(Model):

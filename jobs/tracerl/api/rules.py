@@ -21,6 +21,7 @@ from pydantic.alias_generators import to_snake
 
 from tracerl.api.errors import Fault
 from tracerl.api.job import (
+    CheckpointState,
     Colocation,
     Fabric,
     Format,
@@ -936,6 +937,19 @@ def disk_sync_is_shared(facts: Facts) -> Iterator[Fault]:
         problem = f"is Disk for {nodes} nodes, which share no directory"
         yield Fault(
             "spec.trainer.weightSync", problem, "write Distributed, or spec.output.uri: pvc://CLAIM/PATH"
+        )
+
+
+@_rule(Level.API, "spec.trainer.checkpoint.state", "spec.trainer.nodes", "spec.output.uri")
+def shards_are_shared(facts: Facts) -> Iterator[Fault]:
+    """Trainers of several nodes write shards of a checkpoint only into a volume that all of them mount."""
+    spec = facts.spec
+    uri, nodes = spec.output.uri, spec.trainer.nodes
+    sharded = spec.trainer.checkpoint.state is CheckpointState.SHARDED
+    if sharded and nodes > 1 and (uri is None or scheme(uri) not in ("pvc", "file")):
+        problem = f"is Sharded for trainers of {nodes} nodes, which share no directory"
+        yield Fault(
+            "spec.trainer.checkpoint.state", problem, "write Full, or spec.output.uri: pvc://CLAIM/PATH"
         )
 
 

@@ -12,6 +12,7 @@ from pydantic.alias_generators import to_snake
 
 from tracerl.api.errors import Fault
 from tracerl.api.job import (
+    CheckpointState,
     Format,
     NumericsBackend,
     PrefillAttends,
@@ -64,6 +65,7 @@ SUPPORTED: tuple[Only, ...] = (
     Only("spec.trainer.parallelism.tensor", (1,), _WHOLE_MODEL, _TRAINER),
     Only("spec.trainer.parallelism.context", (1,), _WHOLE_ROWS, _TRAINER),
     Only("spec.trainer.parallelism.expert", (1,), _WHOLE_MODEL, _TRAINER),
+    Only("spec.trainer.checkpoint.state", (CheckpointState.FULL,), _WHOLE_MODEL, _TRAINER),
     Only("spec.quantization.format", (Format.NVFP4,), "it computes NVFP4 alone"),
     Only("spec.quantization.tensorScale", (TensorScaleRule.FIXED,), "it has fixed tensor scales alone"),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -189,8 +189,11 @@ class TrainerEngine(Protocol):
         """Everything a checkpoint needs, as named tensors; the caller saves and loads them."""
         ...
 
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        """Continue from `state`; raises `InputError` when it is of another model or optimizer."""
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from `state`; raises `InputError` when it is of another model or optimizer.
+
+        A sharded engine reads one tensor of it at a time, and of those that it does not need the names alone.
+        """
         ...
 
     def cut(self, name: str) -> Cut | None:

@@ -68,19 +68,32 @@ def initial_weights(shape: ModelShape, seed: int) -> Iterator[tuple[str, Tensor]
         yield name, torch.randn(size, generator=generator) * deviation
 
 
+def check_names(sizes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor], where: str) -> None:
+    """Raise InputError unless `tensors` are named as all weights and nothing else; none of them is read.
+
+    It names `where` and a tensor that is unknown or missing.
+    """
+    unknown = next((name for name in tensors if name not in sizes), None)
+    if unknown is not None:
+        raise InputError(
+            f"{where}: the model of this config.json has no tensor {unknown}; use the config.json and the "
+            "weights of one model"
+        )
+    missing = [name for name in sizes if name not in tensors]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise InputError(f"{where}: tensor {missing[0]}{more} is missing; write all weights of the model")
+
+
 def check_weights(sizes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor], where: str) -> None:
     """Raise InputError unless `tensors` are all of the named weights and nothing else, in sizes and values.
 
     It names `where` and a tensor that is unknown, missing, of another shape, not of floating point or not
     finite.
     """
+    check_names(sizes, tensors, where)
     for name, tensor in tensors.items():
-        size = sizes.get(name)
-        if size is None:
-            raise InputError(
-                f"{where}: the model of this config.json has no tensor {name}; use the config.json and the "
-                "weights of one model"
-            )
+        size = sizes[name]
         if tuple(tensor.shape) != size:
             raise InputError(
                 f"{where}: tensor {name} has shape {list(tensor.shape)}, but config.json asks for "
@@ -95,10 +108,6 @@ def check_weights(sizes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Te
             raise InputError(
                 f"{where}: tensor {name} holds NaN or Inf; take weights from before that happened"
             )
-    missing = [name for name in sizes if name not in tensors]
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise InputError(f"{where}: tensor {missing[0]}{more} is missing; write all weights of the model")
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 
 from tracerl.api.constants import Reason
 from tracerl.api.errors import InputError, JobError, TraceRLError
+from tracerl.api.job import CheckpointState
 from tracerl.api.resolved import ResolvedJob
 from tracerl.engines.base import RecordCounts, TrainerEngine
 from tracerl.engines.client import RolloutError
@@ -28,7 +29,7 @@ from tracerl.methods import plan
 from tracerl.records.sites import audit_table, site_table
 from tracerl.rl.account import StepContext, Totals, broken, expectations, step_record, transport_of
 from tracerl.rl.baseline import Pair
-from tracerl.rl.checkpoint import Checkpoints
+from tracerl.rl.checkpoint import Checkpoints, measure_all
 from tracerl.rl.dealing import units_of
 from tracerl.rl.generation import Batches, Generator, encode_prompt
 from tracerl.rl.loading import LEADER, NoRecords, RecordLoader, open_loader
@@ -175,6 +176,7 @@ class _Loop:
         self._plan = plan(self._spec, engine.shape)
         self._table = site_table(engine.shape, self._spec)
         self._checkpoints = Checkpoints(resolved.layout.checkpoints, keep=self._spec.trainer.checkpoint.keep)
+        self._sharded = self._spec.trainer.checkpoint.state is CheckpointState.SHARDED
         self._state = LoopState(job_uid=resolved.job_uid)
         self._saved = 0
         """Step of the newest checkpoint."""
@@ -293,7 +295,10 @@ class _Loop:
         await self._steps(rollouts, generator, batches)
 
     def _restore(self) -> bool:
-        found = self._checkpoints.load(lambda sentence: self._event(Reason.CHECKPOINT_DAMAGED, sentence))
+        found = self._checkpoints.load(
+            lambda sentence: self._event(Reason.CHECKPOINT_DAMAGED, sentence),
+            measuring=self._engine.measure if self._sharded else measure_all,
+        )
         if found is None:
             return False
         try:
@@ -302,7 +307,10 @@ class _Loop:
             raise self._foreign("is of another version of tracerl") from None
         if state.job_uid != self._resolved.job_uid:
             raise self._foreign(f"is of job {state.job_uid}, not of {self._resolved.job_uid}")
-        self._engine.load_state(found.tensors)
+        if self._sharded:
+            self._engine.load_shards(found.tensors)
+        else:
+            self._engine.load_state(found.tensors)
         self._state, self._saved = state, state.step
         return True
 
@@ -321,7 +329,7 @@ class _Loop:
             self._spec,
             self._task,
             self._tokenizer,
-            cache=self._resolved.cache_dir,
+            cache=None if self._sharded else self._resolved.cache_dir,
             progress=progress,
             report=lambda sentence: self._event(Reason.WARMUP_CACHE, sentence),
         )
@@ -500,7 +508,11 @@ class _Loop:
         self._log.saved(self._saved)
 
     def _save(self) -> None:
-        self._checkpoints.save(self._state.step, self._engine.state(), self._state.model_dump(mode="json"))
+        step, loop = self._state.step, self._state.model_dump(mode="json")
+        if self._sharded:
+            self._checkpoints.write(step, loop, self._engine.save_shards)
+        else:
+            self._checkpoints.save(step, self._engine.state(), loop)
 
     # -- reports ------------------------------------------------------------------------------------------
 

@@ -7,7 +7,8 @@ rank 0: the first rank of a unit sends its log-probs and all get their gradient 
 function of the whole micro-batch. Engines sum gradients over units in `update`.
 
 Ranks of a sharded engine compute every pass together and wait for each other in each layer of it. So they
-begin when all have their records, and rank 0 asks each for what it holds of weights and state.
+begin when all have their records, and rank 0 asks each for what it holds of weights and state. A checkpoint
+whose state is sharded they write and read themselves, in a directory that all of them see.
 
 Messages are a JSON object and tensors as raw bytes, over the default process group (gloo).
 """
@@ -27,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
@@ -45,6 +47,7 @@ from tracerl.engines.base import (
     Trajectory,
 )
 from tracerl.records.pairing import read_entries
+from tracerl.rl.checkpoint import Measure, StoredTensors, measure_all, shard_name, write_tensors
 from tracerl.rl.dealing import deal
 from tracerl.rl.loading import NoRecords, RecordLoader, open_loader
 
@@ -57,7 +60,7 @@ _HERE = "tracerl/here/"
 """Keys of the ranks that have come."""
 # Others wait for rank 0 while it generates. One that is gone is noticed at once, by its closed connection.
 _PATIENCE = timedelta(days=1)
-_ANSWERED = ("forward", "accumulate", "stats", "share")
+_ANSWERED = ("forward", "accumulate", "stats", "share", "save_shard", "load_shards", "measure")
 _SHARE_BYTES = 32 * 2**20
 """About how much of its weights or state a rank sends at once."""
 Message = tuple[dict[str, Any], list[Tensor]]
@@ -355,11 +358,42 @@ class LeadingEngine:
                 more, first = message["more"], False
                 yield from zip(message["names"], tensors, strict=True)
 
-    def load_state(self, state: dict[str, Tensor]) -> None:
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Continue from `state` on every rank."""
         for rank in self._others:
             _send(rank, {"op": "load_state", "names": list(state)}, list(state.values()))
         self._engine.load_state(state)
+
+    def save_shards(self, directory: Path) -> dict[str, Measure]:
+        """Have every rank write what it holds of the state into a directory; JobError, also of others.
+
+        Returns the measure of each file. No rank gets another's part.
+        """
+        self._tell("save_shard", directory=str(directory))
+        files = _save_shard(self._engine, directory, _LEADER)
+        for rank in self._others:
+            files |= _answer(rank)[0]["files"]
+        return files
+
+    def measure(self, paths: Sequence[Path]) -> list[Measure]:
+        """Measure files that all ranks see, each its share of them. OSError, and JobError of others."""
+        ranks = len(self._units)
+        for rank in self._others:
+            _send(rank, {"op": "measure", "paths": [str(path) for path in paths[rank::ranks]]})
+        try:
+            own = measure_all(paths[::ranks])
+        finally:
+            # The next question is not to get these answers.
+            others = [_answer(rank)[0]["measures"] for rank in self._others]
+        parts = [own, *others]
+        return [parts[index % ranks][index // ranks] for index in range(len(paths))]
+
+    def load_shards(self, stored: StoredTensors) -> None:
+        """Continue from a checkpoint's files, of which each rank reads what it needs; JobError of others."""
+        self._tell("load_shards", paths=[str(path) for path in stored.paths])
+        self._engine.load_state(stored)
+        for rank in self._others:
+            _answer(rank)
 
     def gpu_seconds(self) -> float:
         """Of this process (`TrainerEngine.gpu_seconds`)."""
@@ -494,12 +528,50 @@ def _obey(
             shares.send(message["what"], first=message["first"])
         case "load_state":
             engine.load_state(dict(zip(message["names"], tensors, strict=True)))
+        case "save_shard":
+            with _seen():
+                files = _save_shard(engine, Path(message["directory"]), dist.get_rank())
+            _send(_LEADER, {"files": files})
+        case "measure":
+            with _seen():
+                measures = measure_all([Path(path) for path in message["paths"]])
+            _send(_LEADER, {"measures": measures})
+        case "load_shards":
+            with _seen():
+                stored = StoredTensors([Path(path) for path in message["paths"]])
+            engine.load_state(stored)
+            _send(_LEADER, {})
         case "stats":
             stats = _stats(engine, loader)
             sites = [[layer, kind, vars(counts)] for (layer, kind), counts in stats.sites.items()]
             _send(_LEADER, {**vars(stats), "sites": sites, "records": vars(stats.records)})
         case op:
             raise JobError(Reason.UNEXPECTED, f"trainer-0 asked for {op!r}, which this version does not know")
+
+
+def _save_shard(engine: TrainerEngine, directory: Path, rank: int) -> dict[str, Measure]:
+    """Write what no rank before holds of the state; OSError, SafetensorError."""
+    state = engine.state() if engine.sharded or rank == _LEADER else {}
+    if not state:
+        return {}
+    found = {name: engine.cut(name) for name in state}
+    cuts = {name: cut for name, cut in found.items() if cut is not None}
+    name = shard_name(rank)
+    return {name: write_tensors(directory / name, state, cuts)}
+
+
+@contextlib.contextmanager
+def _seen() -> Iterator[None]:
+    """Say what this rank could not do with a file of a checkpoint, which trainer-0 sees."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise JobError(
+            Reason.CHECKPOINT_FAILED,
+            f"trainer-{dist.get_rank()} cannot use the checkpoint ({error}); with "
+            "spec.trainer.checkpoint.state: Sharded all trainers need one directory with room: give "
+            "spec.output.uri a volume that all nodes share, or write Full",
+        ) from None
 
 
 class _Shares:

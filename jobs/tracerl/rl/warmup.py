@@ -54,17 +54,23 @@ def warm_up(
     task: Task,
     tokenizer: Tokenizer,
     *,
-    cache: Path,
+    cache: Path | None,
     progress: Progress,
     report: Callable[[str], None],
 ) -> WarmupResult:
     """Bring the engine to the warmed-up weights, with a fresh optimizer; `report` gets sentences for the log.
 
+    Without a `cache` it is computed each time, and no process is given what others hold.
     JobError when the loss is not finite or the task has no answers.
     """
     steps = spec.warmup.steps
     if steps == 0:
         return WarmupResult(0, 0.0, cached=False)
+    if cache is None:
+        start = time.perf_counter()
+        _train(engine, spec, task, tokenizer, progress)
+        engine.reset_optimizer()
+        return WarmupResult(steps, time.perf_counter() - start, cached=False)
     directory = cache / "warmup" / cache_key(engine, spec, task)
     # One directory a key, written and verified like a checkpoint: whole and right, or computed again.
     store = Checkpoints(directory, keep=1)

@@ -23,7 +23,14 @@ from typing import Self
 from tracerl.api.constants import Reason
 from tracerl.api.errors import JobError
 from tracerl.api.resolved import ResolvedJob
-from tracerl.rl.checkpoint import FILES, MANIFEST, checkpoint_name, checkpoint_step, damage
+from tracerl.rl.checkpoint import (
+    MANIFEST,
+    checkpoint_files,
+    checkpoint_name,
+    checkpoint_step,
+    damage,
+    is_checkpoint_file,
+)
 from tracerl.transport.base import Buffer, TransportError
 from tracerl.transport.objects.filesystem import CredentialsError, FileSystem, Span, open_filesystem
 
@@ -60,8 +67,8 @@ class Output:
         """What grows as long as the run goes on, by its name in the store."""
         self._sizes: dict[str, int] = {}
         """Bytes of those that are in the store."""
-        self._steps: set[int] = set()
-        """Steps of the checkpoints in the store."""
+        self._steps: dict[int, list[str]] = {}
+        """Files of the checkpoints in the store, by their steps."""
         with self._failures():
             self._store: FileSystem = open_filesystem(
                 resolved.output_uri,
@@ -93,13 +100,13 @@ class Output:
             for path in found:
                 parts = path.split("/")
                 step = checkpoint_step(parts[1]) if parts[0] == "checkpoints" and len(parts) == 3 else None
-                if step is not None:
-                    checkpoints.setdefault(step, []).append(path)
-            self._steps = {s for s, paths in checkpoints.items() if f"{_place(s)}/{MANIFEST}" in paths}
+                if step is not None and is_checkpoint_file(parts[2]):
+                    checkpoints.setdefault(step, []).append(parts[2])
+            self._steps = {step: names for step, names in checkpoints.items() if MANIFEST in names}
             if not self._layout.metrics.exists() and not self._layout.checkpoints.exists():
                 self._fetch(found)
-            for step in checkpoints.keys() - self._steps:
-                self._store.delete(checkpoints[step])
+            for step in checkpoints.keys() - self._steps.keys():
+                self._store.delete([f"{_place(step)}/{name}" for name in checkpoints[step]])
         shutil.rmtree(self._staged, ignore_errors=True)
         with self._failures():
             # Now, so that a job that may not write there fails before its first step.
@@ -115,8 +122,8 @@ class Output:
         for step in sorted(self._steps, reverse=True):
             target = self._layout.checkpoints / checkpoint_name(step)
             partial = target.with_name(f".{target.name}.partial")
-            for name in FILES:
-                self._read(f"{_place(step)}/{name}", partial / name, found.get(f"{_place(step)}/{name}", 0))
+            for name in self._steps[step]:
+                self._read(f"{_place(step)}/{name}", partial / name, found[f"{_place(step)}/{name}"])
             wrong = damage(partial)
             if wrong is None:
                 partial.rename(target)
@@ -129,7 +136,7 @@ class Output:
                 wrong,
             )
             shutil.rmtree(partial)
-            self._steps.remove(step)
+            del self._steps[step]
 
     def _read(self, name: str, path: Path, size: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -155,7 +162,7 @@ class Output:
         )
         with self._failures():
             target.mkdir(parents=True, exist_ok=True)
-            for name in FILES:
+            for name in checkpoint_files(source):
                 # The loop removes old checkpoints: what is linked here stays until it was copied.
                 os.link(source / name, target / name)
         with self._changed:
@@ -207,9 +214,10 @@ class Output:
         staged, place = self._staged / checkpoint_name(step), _place(step)
         if step in self._steps:
             self._drop(step)
-        for name in FILES:
+        files = checkpoint_files(staged)
+        for name in files:
             self._write(f"{place}/{name}", _content(staged / name))
-        self._steps.add(step)
+        self._steps[step] = files
         shutil.rmtree(staged)
         log.info(
             "the checkpoint of step %d is in %s after %.1f s",
@@ -222,8 +230,7 @@ class Output:
 
     def _drop(self, step: int) -> None:
         self._store.delete([f"{_place(step)}/{MANIFEST}"])
-        self._store.delete([f"{_place(step)}/{name}" for name in FILES])
-        self._steps.discard(step)
+        self._store.delete([f"{_place(step)}/{name}" for name in self._steps.pop(step)])
 
     def _write(self, name: str, data: Buffer) -> None:
         size = memoryview(data).nbytes

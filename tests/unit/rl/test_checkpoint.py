@@ -10,9 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tracerl.api.errors import JobError
-from tracerl.rl.checkpoint import Checkpoint, Checkpoints, _measure
+from tracerl.engines.base import Cut
+from tracerl.rl.checkpoint import (
+    Checkpoint,
+    Checkpoints,
+    Measure,
+    StoredTensors,
+    measure,
+    shard_name,
+    write_tensors,
+)
 
 
 def tensors(step: int) -> dict[str, torch.Tensor]:
@@ -22,8 +32,22 @@ def tensors(step: int) -> dict[str, torch.Tensor]:
     }
 
 
-def save(directory: Path, step: int, keep: int = 2) -> None:
-    Checkpoints(directory, keep=keep).save(step, tensors(step), {"step": step, "share": 0.1 + step})
+def save(directory: Path, step: int, keep: int = 2, *, sharded: bool = False) -> None:
+    checkpoints, loop = Checkpoints(directory, keep=keep), {"step": step, "share": 0.1 + step}
+    if sharded:
+        checkpoints.write(step, loop, lambda place: write_shards(place, step))
+    else:
+        checkpoints.save(step, tensors(step), loop)
+
+
+def write_shards(place: Path, step: int) -> dict[str, Measure]:
+    """As three ranks do, of which one holds nothing: rows of one tensor apart, another one whole."""
+    weights, moments = tensors(step).values()
+    held = {0: {"weights": weights[:1]}, 2: {"weights": weights[1:], "moments": moments}}
+    return {
+        shard_name(rank): write_tensors(place / shard_name(rank), of_rank, {"weights": Cut(0, 2)})
+        for rank, of_rank in held.items()
+    }
 
 
 def load(directory: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -53,7 +77,79 @@ def test_the_newest_of_those_kept(tmp_path: Path) -> None:
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-000100", "step-1000000"]
 
 
-def run_and_kill(directory: Path, kill_at: int | None) -> int:
+def test_files_of_ranks_are_one_checkpoint(tmp_path: Path) -> None:
+    """Also beside one of a single file; the next one is of a single file again."""
+    save(tmp_path, 1)
+    save(tmp_path, 2, sharded=True)
+    assert sorted(path.name for path in (tmp_path / "step-000002").iterdir()) == [
+        "loop.json",
+        "manifest.json",
+        "state-rank-00000.safetensors",
+        "state-rank-00002.safetensors",
+    ]
+    assert expect_step(tmp_path, 2) == []
+    save(tmp_path, 3)
+    assert expect_step(tmp_path, 3) == []
+
+
+def one_part(weights: torch.Tensor, cut: Cut | None) -> tuple[dict[str, torch.Tensor], dict[str, Cut]]:
+    return {"weights": weights}, {} if cut is None else {"weights": cut}
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ([((1, 2), Cut(0, 3)), ((2, 2), Cut(0, 3))], "hold 2 parts of weights, which has 3"),
+        (
+            [((1, 2), Cut(0, 2)), ((2, 2), Cut(0, 2)), ((1, 2), Cut(0, 2))],
+            "hold 3 parts of weights, which has 2",
+        ),
+        ([((1, 2), None), ((1, 2), None)], "hold 2 parts of weights, which has 1"),
+        ([((1, 2), Cut(0, 2)), ((1, 2), Cut(1, 2))], "do not agree how weights is cut"),
+        ([((1, 2), Cut(0, 2)), ((2, 3), Cut(0, 2))], "the parts of weights do not fit together"),
+    ],
+)
+def test_parts_that_do_not_fit_are_damage(
+    tmp_path: Path, parts: list[tuple[tuple[int, int], Cut | None]], said: str
+) -> None:
+    save(tmp_path, 1)
+
+    def write(place: Path) -> dict[str, Measure]:
+        return {
+            shard_name(rank): write_tensors(place / shard_name(rank), *one_part(torch.ones(size), cut))
+            for rank, (size, cut) in enumerate(parts)
+        }
+
+    Checkpoints(tmp_path, keep=2).write(2, {"step": 2}, write)
+    (sentence,) = expect_step(tmp_path, 1)
+    assert said in sentence
+
+
+@pytest.mark.parametrize("cuts", ["[", '{"weights": 3}', '{"weights": ["0", 1]}', '{"weights": [0]}'])
+def test_cuts_of_anything_else_are_damage(tmp_path: Path, cuts: str) -> None:
+    path = tmp_path / "state.safetensors"
+    save_file({"weights": torch.ones(1, 2)}, path, metadata={"cuts": cuts})
+    with pytest.raises((ValueError, TypeError, LookupError)):
+        StoredTensors([path])
+
+
+def test_a_part_is_cut_along_any_axis(tmp_path: Path) -> None:
+    """Eleven of them: files of ranks are in the order of numbers."""
+    whole = torch.arange(66, dtype=torch.float32).view(3, 22)
+
+    def write(place: Path) -> dict[str, Measure]:
+        return {
+            shard_name(rank): write_tensors(place / shard_name(rank), {"w": part}, {"w": Cut(1, 11)})
+            for rank, part in enumerate(whole.chunk(11, dim=1))
+        }
+
+    Checkpoints(tmp_path, keep=1).write(1, {"step": 1}, write)
+    found, _ = load(tmp_path)
+    assert found is not None
+    assert torch.equal(found.tensors["w"], whole)
+
+
+def run_and_kill(directory: Path, kill_at: int | None, *, sharded: bool) -> int:
     """Save step 3 over steps 1 and 2 in a child that dies at a file operation; returns how many it did."""
     reader, writer = os.pipe()
     child = os.fork()
@@ -76,7 +172,7 @@ def run_and_kill(directory: Path, kill_at: int | None) -> int:
                     os._exit(9)
 
         sys.addaudithook(audit)
-        save(directory, 3)
+        save(directory, 3, sharded=sharded)
         os.write(writer, str(count).encode())
         os._exit(0)
     os.close(writer)
@@ -86,15 +182,16 @@ def run_and_kill(directory: Path, kill_at: int | None) -> int:
         return int(pipe.read() or 0)
 
 
-def test_killed_at_every_file_operation(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sharded", [False, True])
+def test_killed_at_every_file_operation(tmp_path: Path, sharded: bool) -> None:
     total = 0
     for kill_at in [None, *range(1, 1_000)]:
         if total and kill_at is not None and kill_at > total:
             break
         directory = tmp_path / str(kill_at)
         save(directory, 1)
-        save(directory, 2)
-        operations = run_and_kill(directory, kill_at)
+        save(directory, 2, sharded=sharded)
+        operations = run_and_kill(directory, kill_at, sharded=sharded)
         if kill_at is None:
             total = operations
             assert total > 10
@@ -109,11 +206,13 @@ def test_killed_at_every_file_operation(tmp_path: Path) -> None:
         assert expect_step(directory, 4) == []
 
 
-@pytest.mark.parametrize("name", ["state.safetensors", "loop.json", "manifest.json"])
+@pytest.mark.parametrize(
+    "name", ["state.safetensors", "state-rank-00002.safetensors", "loop.json", "manifest.json"]
+)
 @pytest.mark.parametrize("damage", ["cut", "flip", "remove"])
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, name: str, damage: str) -> None:
     save(tmp_path, 1)
-    save(tmp_path, 2)
+    save(tmp_path, 2, sharded="rank" in name)
     path = tmp_path / "step-000002" / name
     data = bytearray(path.read_bytes())
     if damage == "remove":
@@ -135,7 +234,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, name: 
 def forge(path: Path, step: int, loop: object, *, files: dict[str, object] | None = None) -> None:
     """Write a manifest that fits the files of a checkpoint whose loop.json says `loop`."""
     (path / "loop.json").write_text(json.dumps(loop))
-    measured = {name: _measure(path / name) for name in ("state.safetensors", "loop.json")}
+    measured = {name: measure(path / name) for name in ("state.safetensors", "loop.json")}
     document = {"format": 1, "step": step, "files": measured if files is None else files}
     (path / "manifest.json").write_text(json.dumps(document))
 
@@ -151,6 +250,10 @@ def forge(path: Path, step: int, loop: object, *, files: dict[str, object] | Non
         (2, {"step": 2}, {}),
         (2, {"step": 2}, ["state.safetensors", "loop.json"]),
         (2, {"step": 2}, {"../step-000001/loop.json": []}),
+        (2, {"step": 2}, {"loop.json": [11, ""], "../step-000001/state.safetensors": [0, ""]}),
+        (2, {"step": 2}, {"loop.json": [11, ""], "state-rank-1.safetensors": [0, ""]}),
+        (2, {"step": 2}, {"loop.json": [11, ""], "manifest.json": [0, ""]}),
+        (2, {"step": 2}, {"loop.json": [11, ""], "state.safetensors": [0, ""], "more": [0, ""]}),
         ("2", {"step": "2"}, None),
         (None, {"step": None}, None),
     ],

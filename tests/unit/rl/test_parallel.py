@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import xxhash
 from rl_harness import SHAPE, Log, leading, make_job, rollout, trainer
 from test_train import VERSION, groups
 
@@ -20,6 +21,7 @@ from tracerl.api.job import Spec
 from tracerl.api.resolved import ResolvedJob
 from tracerl.engines.reference.trainer import ReferenceTrainer
 from tracerl.methods import plan
+from tracerl.rl.checkpoint import StoredTensors, measure, measure_all
 from tracerl.rl.loop import run_loop
 from tracerl.rl.parallel import LeadingEngine, follow, join
 from tracerl.rl.train import Learner, StepOutcome, Timer
@@ -113,6 +115,40 @@ def test_an_error_of_another_process_ends_the_job_with_its_sentence(tmp_path: Pa
         with pytest.raises(JobError, match="the checkpoint's weights"):
             together.stats()
         together.close()
+
+
+def test_each_process_measures_its_share_of_files(tmp_path: Path) -> None:
+    """Of a file that is not there for another one, that one's sentence; for this one it is damage."""
+    job = job_of(tmp_path)
+    paths = [tmp_path / str(number) for number in range(5)]
+    for number, path in enumerate(paths):
+        path.write_bytes(b"x" * number)
+    with two_processes(job) as together:
+        assert together.measure(paths) == [
+            [number, xxhash.xxh3_64(b"x" * number).hexdigest()] for number in range(5)
+        ]
+        assert together.measure([]) == []
+        with pytest.raises(FileNotFoundError):
+            together.measure([tmp_path / "none", *paths[:2]])
+        # Answers to the question before are not taken for those to the next.
+        assert together.measure(paths[3:]) == measure_all(paths[3:])
+        with pytest.raises(JobError, match=r"trainer-1 cannot use the checkpoint .*/none.*, or write Full"):
+            together.measure([paths[0], tmp_path / "none"])
+
+
+def test_equal_processes_write_one_shard(tmp_path: Path) -> None:
+    """What all of them hold is there once; each reads it by itself."""
+    with two_processes(job_of(tmp_path)) as together:
+        together.supervised_step(torch.ones(2, 9, dtype=torch.int64), torch.ones(2, 9, dtype=torch.bool))
+        expected = together.state()
+        files = together.save_shards(tmp_path)
+        assert files == {"state-rank-00000.safetensors": measure(tmp_path / "state-rank-00000.safetensors")}
+        together.reset_optimizer()
+        together.load_shards(StoredTensors([tmp_path / name for name in files]))
+        together.stats()
+        found = together.state()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def test_who_does_not_come_is_missed_in_a_sentence(tmp_path: Path) -> None:

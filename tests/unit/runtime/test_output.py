@@ -15,7 +15,8 @@ from test_rundir import job
 
 from tracerl.api.errors import JobError
 from tracerl.api.resolved import ResolvedJob
-from tracerl.rl.checkpoint import Checkpoints
+from tracerl.engines.base import Cut
+from tracerl.rl.checkpoint import Checkpoints, Measure, shard_name, write_tensors
 from tracerl.runtime import rundir
 from tracerl.runtime.output import Output
 
@@ -40,10 +41,21 @@ class SometimesAway(LocalFileSystem):
 fsspec.register_implementation("sometimes", SometimesAway)
 
 
+def write_shards(place: Path, tensors: dict[str, torch.Tensor], shards: int) -> dict[str, Measure]:
+    """What `shards` ranks write who hold tensors apart."""
+    found = {}
+    for rank in range(shards):
+        parts = {name: tensor.chunk(shards)[rank] for name, tensor in tensors.items()}
+        cuts = dict.fromkeys(parts, Cut(0, shards))
+        found[shard_name(rank)] = write_tensors(place / shard_name(rank), parts, cuts)
+    return found
+
+
 class Pod:
     """A pod that works on the run whose results go to `store`, with an empty run directory of its own."""
 
-    def __init__(self, base: Path, name: str, *, keep: int = 2) -> None:
+    def __init__(self, base: Path, name: str, *, keep: int = 2, shards: int = 0) -> None:
+        self.shards = shards
         directory, self.store = base / name, base / "store"
         directory.mkdir()
         made = rundir.start_run(job(trainer={"checkpoint": {"keep": keep}}), directory)
@@ -60,7 +72,13 @@ class Pod:
         """Log a step and save its checkpoint."""
         with self.layout.metrics.open("a") as file:
             file.write(json.dumps({"step": step}) + "\n")
-        self.checkpoints.save(step, {"weight": torch.full((300,), float(step))}, {"step": step})
+        weight = {"weight": torch.full((300,), float(step))}
+        if self.shards:
+            self.checkpoints.write(
+                step, {"step": step}, lambda place: write_shards(place, weight, self.shards)
+            )
+        else:
+            self.checkpoints.save(step, weight, {"step": step})
 
     def newest(self) -> int | None:
         found = self.checkpoints.load(pytest.fail)
@@ -107,6 +125,43 @@ def test_a_fresh_pod_continues_where_the_one_before_was(tmp_path):
     run(third, 20)
     assert third.stored_steps() == {15, 20}
     assert [line["step"] for line in third.lines()] == [5, 10, 15, 20]
+
+
+def test_files_of_ranks_are_copied_and_fetched(tmp_path):
+    """By pods of different numbers of ranks, the last of which comes to a step again; old ones go whole."""
+    first, second, third = (Pod(tmp_path, str(shards), shards=shards) for shards in (3, 2, 0))
+    run(first, 5, 10)
+    assert {name for name in first.stored() if "000010" in name} == {
+        f"checkpoints/step-000010/{name}"
+        for name in (
+            "loop.json",
+            "manifest.json",
+            *(f"state-rank-0000{rank}.safetensors" for rank in range(3)),
+        )
+    }
+    with second.open() as output:
+        output.restore()
+        assert second.newest() == 10
+        output.finish()
+    run(second, 10)
+    assert sum("000010" in name for name in second.stored()) == 4
+    with third.open() as output:
+        output.restore()
+    assert third.newest() == 10
+    run(third, 15, 20)
+    assert [name for name in third.stored() if "000005" in name or "000010" in name] == []
+    assert third.stored_steps() == {15, 20}
+
+
+@pytest.mark.parametrize("lost", ["state-rank-00001.safetensors", "manifest.json"])
+def test_a_half_checkpoint_of_ranks_is_never_restored(tmp_path, lost):
+    first, second = Pod(tmp_path, "first", shards=2), Pod(tmp_path, "second", shards=2)
+    run(first, 10, 20)
+    (first.store / "checkpoints/step-000020" / lost).unlink()
+    with second.open() as output:
+        output.restore()
+    assert second.newest() == 10
+    assert not any("000020" in name for name in second.stored())
 
 
 def test_a_run_that_is_in_the_directory_is_not_touched(tmp_path):

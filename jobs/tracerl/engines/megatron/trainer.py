@@ -38,7 +38,7 @@ from tracerl.engines.base import Batch, Cut, EngineStats, Loss
 from tracerl.engines.device import Uploads
 from tracerl.engines.expert_weights import DOWN, GATE_UP, fake_quantise_expert_weights, weights_site
 from tracerl.engines.guided import MicroBatch, Treatments, pass_mask
-from tracerl.engines.hf import check_weights, hf_shapes, initial_weights
+from tracerl.engines.hf import check_names, check_weights, hf_shapes, initial_weights
 from tracerl.engines.megatron import checkpoint
 from tracerl.engines.megatron.host import (
     check_version,
@@ -459,7 +459,10 @@ class MegatronTrainer:
     # -- checkpoints ----------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:
-        """FP32 weights, both moments, and the number of updates, by Hugging Face's names under a prefix."""
+        """FP32 weights, both moments, and the number of updates, by Hugging Face's names under a prefix.
+
+        Of tensors on the host.
+        """
         first = not self.sharded or dist.get_rank() == 0
         state = {"updates": torch.tensor(self._updates)} if first else {}
         for parameter in self._given:
@@ -470,21 +473,22 @@ class MegatronTrainer:
             }
             for prefix, tensor in parts.items():
                 for name, part in to_hf(parameter, tensor, self.shape):
-                    state[f"{prefix}/{name}"] = part.clone(memory_format=torch.contiguous_format)
+                    state[f"{prefix}/{name}"] = torch.empty(part.shape, dtype=part.dtype).copy_(part)
         return state
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Continue from `state` (`TrainerEngine.load_state`)."""
         if "updates" not in state:
             raise InputError("the checkpoint has no number of updates; resume from another checkpoint")
-        read = {}
-        for prefix in ("weights", *_MOMENTS):
-            read[prefix] = {
-                name.removeprefix(prefix + "/"): tensor
-                for name, tensor in state.items()
-                if name.startswith(prefix + "/")
-            }
-            check_weights(hf_shapes(self.shape), read[prefix], f"the checkpoint's {prefix}")
+        sizes = hf_shapes(self.shape)
+        mine = {name for parameter in self._parameters for name in parameter.hf}
+        read = {prefix: _Part(state, prefix) for prefix in ("weights", *_MOMENTS)}
+        for prefix, tensors in read.items():
+            where = f"the checkpoint's {prefix}"
+            check_names(sizes, tensors, where)
+            # What other ranks hold alone is theirs to read: it may be more than there is memory for.
+            for name in mine:
+                check_weights({name: sizes[name]}, {name: tensors[name]}, where)
         self._write_masters(read["weights"])
         self._updates = int(state["updates"])
         for optimizer in _inner(self._optimizer):
@@ -535,6 +539,23 @@ class MegatronTrainer:
         """Sums since the last call."""
         stats, self._stats = self._stats, EngineStats()
         return stats
+
+
+class _Part(Mapping[str, Tensor]):
+    """The tensors of a state under a prefix."""
+
+    def __init__(self, state: Mapping[str, Tensor], prefix: str) -> None:
+        self._state, self._prefix = state, prefix + "/"
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._state[self._prefix + name]
+
+    def __iter__(self) -> Iterator[str]:
+        start = len(self._prefix)
+        return (name[start:] for name in self._state if name.startswith(self._prefix))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def _check_spec(spec: Spec) -> None:
