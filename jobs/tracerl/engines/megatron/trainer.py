@@ -94,9 +94,9 @@ class MegatronTrainer:
     value of one of them is not finite.
 
     Checkpoints have two forms of the same content. `state` and `load_state` are the loop's: FP32 masters,
-    both moments and the number of updates as whole tensors by Hugging Face's names, the same as the reference
-    trainer's, so that one engine continues what the other began. `save_sharded` and `load_sharded` are
-    Megatron's distributed checkpoint, for models that no process can hold whole: every rank writes its shard.
+    both moments and the number of updates by Hugging Face's names, of which each rank gives what no rank
+    before holds; the same as the reference trainer's, so that one engine continues what the other began.
+    `save_sharded` and `load_sharded` are Megatron's distributed checkpoint, for its own tools.
     """
 
     def __init__(
