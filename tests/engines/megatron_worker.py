@@ -148,13 +148,20 @@ def job(options: Mapping[str, Any], **parallelism: int) -> Spec:
     )
 
 
-def sampled(spec: Spec, weights: dict[str, Tensor], version: int, count: int = 5) -> list[Trajectory]:
+def shape_of(options: Mapping[str, Any]) -> ModelShape:
+    """The model of these tests, with `tied` one whose output layer is its embedding."""
+    return EXPERTS.model_copy(update={"tie_embeddings": options.get("tied", False)})
+
+
+def sampled(
+    spec: Spec, weights: dict[str, Tensor], version: int, count: int = 5, *, shape: ModelShape = EXPERTS
+) -> list[Trajectory]:
     """Trajectories of several lengths, the second and last of which are audited."""
     generator = torch.Generator().manual_seed(version)
     lengths = torch.randint(1, 9, (count,), generator=generator).tolist()
     new = torch.randint(1, 20, (count,), generator=generator).tolist()
-    prompts = [torch.randint(EXPERTS.vocab, (n,), generator=generator).tolist() for n in lengths]
-    found = roll_out(EXPERTS, spec, weights, prompts, new, version=version, audited=True)
+    prompts = [torch.randint(shape.vocab, (n,), generator=generator).tolist() for n in lengths]
+    found = roll_out(shape, spec, weights, prompts, new, version=version, audited=True)
     return [
         one if index in {1, count - 1} else dataclasses.replace(one, audit=None)
         for index, one in enumerate(found)
@@ -223,7 +230,7 @@ def shares(trajectories: list[Trajectory], units: int, version: int) -> list[lis
     return [*dealt, *[[] for _ in range(units - busy)]]
 
 
-def train(trainer: MegatronTrainer, spec: Spec, rank: int) -> dict[str, Any]:
+def train(trainer: MegatronTrainer, spec: Spec, rank: int, count: int = 5) -> dict[str, Any]:
     """One warm-up step and three updates; what was seen on the way."""
     unit, units = units_of(spec.trainer.parallelism)[rank], spec.trainer.parallelism.data
     torch.set_num_threads(1)
@@ -236,7 +243,8 @@ def train(trainer: MegatronTrainer, spec: Spec, rank: int) -> dict[str, Any]:
         "versions": [],
     }
     for version in range(3):
-        every = sampled(spec, whole(trainer, dict(trainer.export())), version)
+        weights = whole(trainer, dict(trainer.export()))
+        every = sampled(spec, weights, version, count, shape=trainer.shape)
         mine = shares(every, units, version)[unit]
         batch = Batch([needed(every[i], trainer.selections) for i in mine])
         how = {"temperature": 1.0, "version": version}
@@ -272,7 +280,7 @@ def train(trainer: MegatronTrainer, spec: Spec, rank: int) -> dict[str, Any]:
 def train_parts(options: Mapping[str, Any], sizes: Mapping[str, int], rank: int, _: int) -> dict[str, Any]:
     """Do that as one rank of a trainer whose model is apart."""
     spec = job(options, **sizes)
-    return train(MegatronTrainer(EXPERTS, spec), spec, rank)
+    return train(MegatronTrainer(shape_of(options), spec), spec, rank, options.get("count", 5))
 
 
 def update(trainer: MegatronTrainer, every: list[Trajectory], rank: int) -> None:

@@ -21,6 +21,7 @@ from megatron_worker import (
     leave,
     run_processes,
     run_ranks,
+    shape_of,
     train,
     train_parts,
     train_shares,
@@ -59,7 +60,7 @@ def apart() -> Iterator[None]:
 
 def alone(options: dict[str, Any]) -> dict[str, Any]:
     spec = job(options)
-    return train(MegatronTrainer(EXPERTS, spec), spec, 0)
+    return train(MegatronTrainer(shape_of(options), spec), spec, 0, options.get("count", 5))
 
 
 def merged(parts: list[dict[str, Any]], kind: str) -> dict[int, Tensor]:
@@ -88,6 +89,13 @@ def summed(parts: list[dict[str, Any]]) -> dict[Any, dict[str, int]]:
         ({"context": 2, "expert": 2}, {}),
         ({"tensor": 2, "data": 2, "expert": 4}, {}),
         pytest.param({"tensor": 2, "context": 2}, {}, marks=pytest.mark.full),
+        # Pieces of one trajectory, of several, and of none on one of two ranks.
+        ({"pipeline": 2}, {"engineArgs": RECOMPUTE}),
+        pytest.param({"pipeline": 2}, {"count": 11, "tied": True}, marks=pytest.mark.full),
+        ({"pipeline": 2, "data": 2, "expert": 2}, {}),
+        pytest.param({"pipeline": 2, "data": 2}, {}, marks=pytest.mark.full),
+        pytest.param({"pipeline": 2, "tensor": 2}, {"engineArgs": RECOMPUTE}, marks=pytest.mark.full),
+        pytest.param({"pipeline": 2, "context": 2}, {}, marks=pytest.mark.full),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else None,
 )
@@ -135,7 +143,9 @@ def test_bf16_without_updates_is_bit_for_bit(tmp_path):
             assert torch.equal(row, expected[kind][i][: len(row)])
 
 
-@pytest.mark.parametrize("sizes", [EXPERTS_APART, {"tensor": 2}], ids=["experts", "tensors"])
+@pytest.mark.parametrize(
+    "sizes", [EXPERTS_APART, {"tensor": 2}, {"pipeline": 2}], ids=["experts", "tensors", "stages"]
+)
 def test_megatrons_checkpoint_goes_on_with_a_model_apart(tmp_path, sizes):
     """Each rank writes and reads its own; a process that holds all experts refuses it in a sentence."""
     for found in run_processes(partial(checkpoints, tmp_path, sizes), tmp_path, processes=2):
@@ -245,9 +255,10 @@ def run(resolved: ResolvedJob) -> tuple[list[dict[str, Any]], list[dict[str, Any
         ("Disk", EXPERTS_APART, "Full"),
         ("Distributed", EXPERTS_APART, "Sharded"),
         ("Distributed", {"tensor": 2}, "Sharded"),
+        ("Disk", {"pipeline": 2}, "Sharded"),
         pytest.param("Disk", {"context": 2, "expert": 2}, "Sharded", marks=pytest.mark.full),
     ],
-    ids=["experts by disk", "experts by gloo", "tensors", "rows and experts"],
+    ids=["experts by disk", "experts by gloo", "tensors", "stages", "rows and experts"],
 )
 def test_a_whole_job_with_records_weights_and_checkpoints(tmp_path, sync, sizes, state):
     """Against a model together; then continued from a checkpoint, also by ranks that hold all of it.
@@ -306,7 +317,9 @@ def export_in_parts(resolved: ResolvedJob, engine: MegatronTrainer) -> dict[str,
     return {"own": own, "found": found, "state": state, "logp": logp, "again": again}
 
 
-@pytest.mark.parametrize("sizes", [EXPERTS_APART, {"tensor": 2}], ids=["experts", "tensors"])
+@pytest.mark.parametrize(
+    "sizes", [EXPERTS_APART, {"tensor": 2}, {"pipeline": 2}], ids=["experts", "tensors", "stages"]
+)
 def test_rank_0_gets_all_weights_and_may_stop_in_the_middle(tmp_path, sizes):
     resolved = job_of(tmp_path, sizes)
     expected = dict(initial_weights(SHAPE, resolved.job.spec.warmup.seed))
@@ -335,6 +348,10 @@ def one_alone(resolved: ResolvedJob, engine: MegatronTrainer) -> None:
         ("model.layers.1.mlp.experts.3.up_proj.weight", "layer 1 FC2Input", EXPERTS_APART),
         ("lm_head.weight", "logits", EXPERTS_APART),
         ("model.layers.1.self_attn.v_proj.weight", "layer 1 Value", {"tensor": 2}),
+        # In the second stage, in the first, whose values the second has as well, and behind all layers.
+        ("model.layers.1.self_attn.v_proj.weight", "layer 1 Value", {"pipeline": 2}),
+        ("model.layers.0.self_attn.v_proj.weight", "layer 0 Value", {"pipeline": 2}),
+        ("lm_head.weight", "logits", {"pipeline": 2}),
     ],
 )
 def test_a_value_that_is_not_finite_ends_the_pass_of_all_ranks_with_its_site(tmp_path, weight, site, sizes):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hand_rollout import roll_out, spec_of
+from megatron_worker import needed, run_processes
 from torch import Tensor
 
 from tracerl.api.model import ModelShape
@@ -21,8 +25,11 @@ SMALL = ModelShape.uniform(
 )
 
 
-def trainer_of(weights: dict[str, Tensor] | None = None, **quantization: object) -> MegatronTrainer:
-    return MegatronTrainer(SMALL, spec_of("QAT", quantization=quantization), weights)
+def trainer_of(
+    weights: dict[str, Tensor] | None = None, sizes: dict[str, int] | None = None, **quantization: object
+) -> MegatronTrainer:
+    spec = spec_of("QAT", quantization=quantization, trainer={"parallelism": sizes or {}})
+    return MegatronTrainer(SMALL, spec, weights)
 
 
 def with_starts(one: Trajectory, table: SiteTable, starts: list[int] | None) -> Trajectory:
@@ -81,3 +88,33 @@ def test_passes_of_which_the_answer_is_known(starts: str, others: dict[str, obje
         quantised = trainer_of(weights)
         logp, _ = outcome(quantised, rolled)
         assert (logp - wanted).abs().max() > 1e-4
+
+
+def stage(weights: dict[str, Tensor], given: list[Trajectory], rank: int, _: int) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    trainer = trainer_of(weights, {"pipeline": 2}, prefillAttends="Exact")
+    logp, gradients = outcome(trainer, [needed(one, trainer.selections) for one in given])
+    return {"logp": logp, "gradients": gradients}
+
+
+def test_every_pipeline_stage_attends_exactly_from_where_it_is_recorded(tmp_path: Path) -> None:
+    """Each reads its layers' sites and this one, which is of all layers."""
+    exact = trainer_of(prefillAttends="Exact")
+    weights = {name: tensor.clone() for name, tensor in exact.export()}
+    generator = torch.Generator().manual_seed(6)
+    prompts = [torch.randint(SMALL.vocab, (n,), generator=generator).tolist() for n in (3, 8, 1)]
+    rolled = roll_out(SMALL, trainer_of(weights).spec, weights, prompts, [5, 2, 9])
+    table = site_table(SMALL, exact.spec)
+    given = [
+        with_starts(one, table, [min(row + 1, one.prompt_tokens // 2) for row in range(len(one.tokens) - 1)])
+        for one in rolled
+    ]
+    logp, gradients = outcome(exact, given)
+    first, second = run_processes(partial(stage, weights, given), tmp_path, processes=2)
+    for found in (first, second):
+        torch.testing.assert_close(found["logp"], logp, atol=1e-5, rtol=0)
+    apart = first["gradients"] | second["gradients"]
+    assert len(apart) == len(first["gradients"]) + len(second["gradients"])
+    assert apart.keys() == gradients.keys()
+    for name, value in gradients.items():
+        torch.testing.assert_close(apart[name], value, atol=1e-6, rtol=1e-3)

@@ -50,6 +50,8 @@ SEAMS = {
         "self", "scores", "topk", "num_groups", "group_topk", "default_compute_topk",
     ],
     "models.gpt.gpt_model.GPTModel.forward": ["self", "input_ids", "position_ids", "attention_mask"],
+    "models.gpt.gpt_model.GPTModel.set_input_tensor": ["self", "input_tensor"],
+    "parallel_state.get_pipeline_model_parallel_group": ["check_initialized"],
     "tensor_parallel.random.CudaRNGStatesTracker.fork": ["self", "name"],
     "tensor_parallel.random._get_cuda_rng_state": ["device", "clone", "graph_safe"],
     "tensor_parallel.random._set_cuda_rng_state": ["new_state", "device", "graph_safe"],

@@ -33,6 +33,7 @@ from tracerl.engines.megatron.slicing import (
     experts_of,
     heads_of,
     layers_of,
+    pieces_of,
     selection_of,
     sequence_positions,
 )
@@ -300,6 +301,22 @@ def test_gradients_of_padding_stay_and_those_of_rows_pass():
     expected = torch.ones(held.size, 2)
     expected[held.slots] = 2
     assert torch.equal(x.grad, expected)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "count", "expected"),
+    [
+        ([5, 9, 2, 9], 1, [[0, 1, 2, 3]]),
+        ([5, 9, 2, 9], 2, [[0, 2], [1, 3]]),
+        # The shortest first; of what is left over, one each to the first.
+        ([7, 3, 5, 3, 8], 2, [[1, 2, 3], [0, 4]]),
+        ([4, 4, 4], 3, [[0], [1], [2]]),
+        ([6], 3, [[0], [], []]),
+        ([], 2, [[], []]),
+    ],
+)
+def test_trajectories_of_one_length_are_one_piece(lengths, count, expected):
+    assert pieces_of(lengths, count) == expected
 
 
 @pytest.mark.parametrize(("pipeline", "tensor"), [(2, 1), (1, 2), (2, 4), (4, 2)])

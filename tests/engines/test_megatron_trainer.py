@@ -397,7 +397,7 @@ def test_a_gradient_that_is_not_finite_changes_no_weight_and_leaves_nothing_behi
         ({"engineArgs": {"num_layers": 3}}, {}, r"engineArgs\.num_layers is decided"),
         ({"engineArgs": {"no_such": 3}}, {}, r"engineArgs\.no_such is no field"),
         ({"engineArgs": {"recompute_granularity": "some"}}, {}, "Megatron refuses"),
-        ({"parallelism": {"pipeline": 2}}, {}, r"parallelism\.pipeline is 2"),
+        ({"engineArgs": {"num_layers_in_first_pipeline_stage": 1}}, {}, "pipeline_stage is decided"),
         (
             {"parallelism": {"context": 2}},
             {"prefillAttends": "Exact"},

@@ -505,6 +505,31 @@ def test_tensor_parallel_ranks_read_their_heads_and_no_others(tmp_path: Path) ->
     world.close()
 
 
+def test_pipeline_stages_read_their_layers_and_no_others(tmp_path: Path) -> None:
+    """The bytes of all stages are those of the rows once, but for what is in front of them in every frame."""
+    world = World(tmp_path, HEADS, method={"name": "TRACE", "trace": {"layers": {"policy": "All"}}})
+    [trajectory] = world.group("a", 1, rows=203)
+    rows = random_rows(world.table, 203, "whole")
+    trajectory.entries = [RecordEntry(world.frame(world.table, rows, 0, trajectory="a-0"), 0, 1, 0, 203)]
+    world.settle()
+    table, start = world.table, 0
+    for rank in range(2):
+        selection = selection_of(table, HEADS.layers, Place(pipeline=2, pipeline_rank=rank))
+        assert selection is not None
+        loader = world.loader(selections=(selection, None))
+        [loaded] = loader.load([trajectory])
+        assert loaded.records is not None
+        assert loaded.records.missing == {}
+        assert {site.layer for site in loaded.records.table.sites} == {rank}
+        stop = start + loaded.records.rows.shape[1]
+        assert np.array_equal(loaded.records.rows.numpy(), rows[:, start:stop])
+        own = 203 * (stop - start)
+        assert own < loader.take_counts().bytes <= own + selection.preamble_guess
+        start = stop
+    assert start == rows.shape[1]
+    world.close()
+
+
 def half(table: SiteTable, rows: np.ndarray, part: int) -> np.ndarray:
     """What rank `part` of two writes: its heads, and as the first one all that is not of heads."""
     written = [piece(table, rows, index, part) for index, _, _ in table.select(part, 2)]

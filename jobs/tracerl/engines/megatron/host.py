@@ -190,7 +190,7 @@ _ANSWERS: tuple[tuple[Any, str, object], ...] = (
 
 
 class _NamedOnHost(TorchFunctionMode):
-    """Reads device "cuda" as the CPU, and gives CPU tensors the type names that they would have on a GPU."""
+    """Reads device "cuda" as the CPU, where tensors stay, with the names that their types have on a GPU."""
 
     def __torch_function__(
         self,
@@ -203,6 +203,8 @@ class _NamedOnHost(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if kwargs.get("device") == "cuda":
             kwargs["device"] = "cpu"
+        if func is torch.Tensor.cuda:
+            return args[0]
         result = func(*args, **kwargs)
         if func is torch.Tensor.type and isinstance(result, str):
             return result.replace("torch.", "torch.cuda.")

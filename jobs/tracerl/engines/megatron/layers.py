@@ -1,8 +1,8 @@
 """The seams in Megatron-Core's layers: subclasses that hand the values of a site to the job's treatments.
 
-A `Seat` belongs to a model; the trainer puts the treatments of a forward pass in it. Without any (warm-up)
-the layers compute as Megatron's do, but for the place of the gate: it weighs the experts' output, as in the
-rollout, so that the input of their second matrix is the value that the rollout quantises.
+A `Seat` belongs to a model; `passes` puts what goes through it there, with its treatments. Without any
+(warm-up) the layers compute as Megatron's do, but for the place of the gate: it weighs the experts' output,
+as in the rollout, so that the input of their second matrix is the value that the rollout quantises.
 """
 
 from __future__ import annotations
@@ -35,6 +35,23 @@ from tracerl.numerics import NVFP4, NonFiniteError
 from tracerl.records.sites import SiteKind
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Trajectories that go through the layers at once: where their rows are, and what is done to them."""
+
+    treatments: Treatments | None
+    """None in a warm-up."""
+    sequence: Held
+    """Rows whose residual stream is here: those of ExpertInput, Routes and FC2Input."""
+    attended: Held
+    """Rows whose keys and values are here."""
+    fc2_treated: bool
+    fc2_audited: bool
+    """Whether whole codes of second inputs are known, on any rank of the group."""
+    pass_mask: Tensor | None
+    """bool [B, 1, S, 2 * S], where rows attend keys of their own pass exactly; None: all keys quantised."""
+
+
 @dataclass
 class Seat:
     """The forward pass that a model is in."""
@@ -45,27 +62,20 @@ class Seat:
     """Those of them whose experts compute each other's tokens; None for a rank that holds all experts."""
     context: dist.ProcessGroup | None = None
     """Those of them that hold other rows of the same trajectories; None for a rank that holds all rows."""
-    treatments: Treatments | None = None
-    sequence: Held | None = None
-    """Rows whose residual stream is here: those of ExpertInput, Routes and FC2Input."""
-    attended: Held | None = None
-    """Rows whose keys and values are here."""
-    fc2_treated: bool = False
-    fc2_audited: bool = False
-    """Whether whole codes of second inputs are known, on any rank of the group."""
+    piece: Piece | None = None
+    """What is in the layers, also in a backward pass that computes them again."""
     failure: NonFiniteError | None = None
     """Why the pass failed on this rank, when others are in it."""
-    pass_mask: Tensor | None = None
-    """bool [B, 1, S, 2 * S], where rows attend keys of their own pass exactly; None: all keys quantised."""
 
     def treat(self, layer: int, kind: SiteKind, x_SBW: Tensor) -> Tensor:
         """Treat the values of a site, [positions, B, width]."""
-        held = self.attended if kind in {SiteKind.KEY, SiteKind.VALUE} else self.sequence
-        if self.treatments is None or held is None:
+        piece = self.piece
+        if piece is None or piece.treatments is None:
             return x_SBW
+        held = piece.attended if kind in {SiteKind.KEY, SiteKind.VALUE} else piece.sequence
         treated = x_PW = x_SBW.reshape(held.size, -1)
         with self._together():
-            rows = self.treatments.treat(layer, kind, held.take(x_PW), held.rows)
+            rows = piece.treatments.treat(layer, kind, held.take(x_PW), held.rows)
             treated = held.put(x_PW, rows)
         return treated.view(x_SBW.shape)
 
@@ -74,13 +84,14 @@ class Seat:
 
         `ids_PK` int64 are the experts of the tokens that this rank has.
         """
-        treatments, held = self.treatments, self.sequence
-        if treatments is None or held is None or not self.fc2_treated:
+        piece = self.piece
+        if piece is None or piece.treatments is None or not piece.fc2_treated:
             return inner_MF
+        treatments, held = piece.treatments, piece.sequence
         recorded = treatments.recorded(layer, SiteKind.FC2_INPUT, held.rows)
         width = inner_MF.shape[1]
         arrivals = Arrivals(held, ids_PK, experts, self.experts, width, width // NVFP4.block)
-        here = arrivals.records(recorded, audited=self.fc2_audited)
+        here = arrivals.records(recorded, audited=piece.fc2_audited)
         treated = inner_MF
         with self._together():
             treated = treatments.apply(layer, SiteKind.FC2_INPUT, inner_MF, here)
@@ -98,10 +109,11 @@ class Seat:
 
     def routes(self, layer: int, live: Callable[[], Tensor]) -> Tensor:
         """Expert ids int64 [positions * B, top_k]."""
-        held = self.sequence
-        if self.treatments is None or held is None:
+        piece = self.piece
+        if piece is None or piece.treatments is None:
             return live()
-        ids_nK = self.treatments.routes(layer, lambda: held.take(live()), held.rows)
+        held = piece.sequence
+        ids_nK = piece.treatments.routes(layer, lambda: held.take(live()), held.rows)
         # Tokens that pad go anywhere: nothing that counts sees them.
         padding_PK = torch.arange(ids_nK.shape[1], device=ids_nK.device).expand(held.size, -1)
         return held.put(padding_PK, ids_nK)
@@ -139,9 +151,10 @@ class GuidedAttention(DotProductAttention):  # type: ignore[misc]
         context = self.seat.context
         if context is not None:
             key, value = (gather_from_sequence_parallel_region(x, group=context) for x in (key, value))
-        if self.seat.pass_mask is not None:
+        piece = self.seat.piece
+        if piece is not None and piece.pass_mask is not None:
             key, value = torch.cat([key, exact[0]]), torch.cat([value, exact[1]])
-            attention_mask = self.seat.pass_mask
+            attention_mask = piece.pass_mask
         out: Tensor = super().forward(query, key, value, attention_mask, *args, **kwargs)
         return out
 

@@ -58,7 +58,8 @@ def transformer_config(
         "attention_softmax_in_fp32": True,
         "bf16": dtype is torch.bfloat16,
         "params_dtype": dtype,
-        "pipeline_dtype": dtype,
+        # Of what a stage sends to the next.
+        "pipeline_dtype": torch.float32 if extra.get("fp32_residual_connection") else dtype,
         "use_cpu_initialization": not gpu,
         "perform_initialization": False,
         "bias_activation_fusion": False,
@@ -71,6 +72,13 @@ def transformer_config(
         "tensor_model_parallel_size": place.tensor,
         "sequence_parallel": place.tensor > 1,
         "pipeline_model_parallel_size": place.pipeline,
+        # Every stage has equally many layers, in one piece.
+        "virtual_pipeline_model_parallel_size": None,
+        "pipeline_model_parallel_layout": None,
+        "num_layers_in_first_pipeline_stage": None,
+        "num_layers_in_last_pipeline_stage": None,
+        "account_for_embedding_in_pipeline_split": False,
+        "account_for_loss_in_pipeline_split": False,
         "context_parallel_size": place.context,
         "expert_model_parallel_size": place.expert,
         "expert_tensor_parallel_size": 1,
@@ -95,13 +103,16 @@ def build(
 ) -> GPTModel:
     """Make a rank's part of the model, in the dtype of its configuration, with the seams on a seat.
 
-    Its weights are undefined until they are loaded. Logits are those of the rank's part of the vocabulary.
+    Its weights are undefined until they are loaded. Logits are those of the rank's part of the vocabulary;
+    a pipeline stage before the last gives hidden states instead.
     """
     model = GPTModel(
         config=config,
         transformer_layer_spec=block_spec(shape.experts, len(layers_of(shape.layers, place))),
         vocab_size=shape.vocab,
         max_sequence_length=shape.context,
+        pre_process=place.first_stage,
+        post_process=place.last_stage,
         position_embedding_type="rope",
         rotary_base=shape.rope_theta,
         rotary_percent=1.0,
@@ -142,6 +153,7 @@ def check_shape(shape: ModelShape, place: Place) -> None:
         ("KV heads", shape.kv_heads, place.tensor),
         ("token ids", shape.vocab, place.tensor),
         ("experts", shape.experts, place.expert),
+        ("layers", shape.layers, place.pipeline),
     ):
         if count % parts:
             raise InputError(

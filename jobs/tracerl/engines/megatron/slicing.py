@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -36,6 +37,16 @@ class Place:
     pipeline_rank: int = 0
     expert: int = 1
     expert_rank: int = 0
+
+    @property
+    def first_stage(self) -> bool:
+        """Whether it has the embedding."""
+        return self.pipeline_rank == 0
+
+    @property
+    def last_stage(self) -> bool:
+        """Whether it has the output layer."""
+        return self.pipeline_rank == self.pipeline - 1
 
     @property
     def multiple(self) -> int:
@@ -76,6 +87,17 @@ def layers_of(layers: int, place: Place) -> range:
     """Layers of a pipeline rank, which holds equally many as the others, from 0."""
     held = layers // place.pipeline
     return range(place.pipeline_rank * held, (place.pipeline_rank + 1) * held)
+
+
+def pieces_of(lengths: Sequence[int], count: int) -> list[list[int]]:
+    """Cut trajectories into `count` pieces for a pipeline; gives the numbers of each one's, maybe none.
+
+    Those of about the same length go together, as they are padded to the longest, and the shortest first.
+    """
+    order = sorted(range(len(lengths)), key=lambda index: lengths[index])
+    size, more = divmod(len(order), count)
+    bounds = [piece * size + min(piece, more) for piece in range(count + 1)]
+    return [sorted(order[start:stop]) for start, stop in pairwise(bounds)]
 
 
 def heads_of(heads: int, place: Place) -> range:

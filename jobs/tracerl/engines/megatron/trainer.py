@@ -1,16 +1,15 @@
 """`TrainerEngine` on Megatron-Core: its model, its parallel ranks, optimizer and checkpoints.
 
-It runs on a CPU, in one process or several over gloo: data, tensor, context and expert parallel. On "cuda"
-one process ran; several, over NCCL, never did. Pipeline parallelism is refused: the loop's loss is of a whole
-micro-batch, and a schedule would want it piece by piece. Which records a rank needs is in `slicing`.
+It runs on a CPU, in one process or several over gloo: data, tensor, context, pipeline and expert parallel. On
+"cuda" one process ran; several, over NCCL, never did. How a micro-batch goes through the model is in
+`passes`, which records a rank needs in `slicing`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,6 @@ from megatron.core.distributed import (
 )
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.tensor_parallel import (
-    reduce_from_tensor_model_parallel_region,
-    vocab_parallel_cross_entropy,
-)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -37,7 +32,7 @@ from tracerl.api.model import ModelShape
 from tracerl.engines.base import Batch, Cut, EngineStats, Loss
 from tracerl.engines.device import Uploads
 from tracerl.engines.expert_weights import DOWN, GATE_UP, fake_quantise_expert_weights, weights_site
-from tracerl.engines.guided import MicroBatch, Treatments, pass_mask
+from tracerl.engines.guided import MicroBatch, Treatments
 from tracerl.engines.hf import check_names, check_weights, hf_shapes, initial_weights
 from tracerl.engines.megatron import checkpoint
 from tracerl.engines.megatron.host import (
@@ -50,7 +45,8 @@ from tracerl.engines.megatron.host import (
 )
 from tracerl.engines.megatron.layers import Seat
 from tracerl.engines.megatron.model import build, check_shape, transformer_config
-from tracerl.engines.megatron.slicing import Held, context_positions, selection_of, sequence_positions
+from tracerl.engines.megatron.passes import Passed, Passes, Rows
+from tracerl.engines.megatron.slicing import layers_of, selection_of
 from tracerl.engines.megatron.weights import (
     Parameter,
     check_coverage,
@@ -61,25 +57,28 @@ from tracerl.engines.megatron.weights import (
 )
 from tracerl.methods import Treatment, plan
 from tracerl.numerics import NonFiniteError
-from tracerl.records.sites import SiteKind, audit_table, site_table
+from tracerl.records.sites import audit_table, site_table
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_NAME_BYTES = 128
-"""Of a site, between ranks."""
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """Sequences one after the other, and what follows some of their rows."""
+class _Taken:
+    """A micro-batch that has gone through the model."""
 
-    tokens: Tensor
-    """int64 [N]."""
-    lengths: list[int]
-    """Rows of each sequence."""
-    predicting: Tensor
-    """int64 [M]: rows that predict."""
-    targets: Tensor
-    """int64 [M]: the tokens behind them."""
+    logp: Tensor
+    """float32 [B, R]."""
+    parts: list[list[int]]
+    """Its trajectories in each piece."""
+    micros: list[MicroBatch]
+    passed: list[Passed]
+
+    def of_pieces(self, x_BR: Tensor) -> list[Tensor]:
+        """Each piece's values [M] out of those of all."""
+        return [
+            x_BR[part, : micro.size[1]].flatten().index_select(0, micro.places_M)
+            for part, micro in zip(self.parts, self.micros, strict=True)
+        ]
 
 
 class MegatronTrainer:
@@ -88,10 +87,10 @@ class MegatronTrainer:
     Several processes are data parallel: each sees its own trajectories, and `update` sums gradients over
     them, so a loss must be divided by what all of them hold together. They must have met
     (`torch.distributed`) before they are constructed. Each holds the whole model, unless it is tensor or
-    expert parallel. Tensor and context parallel ranks see the same trajectories, and each gives the same
-    log-probs of all of them. An expert-parallel rank holds some experts, which compute the tokens of all
-    ranks of its expert group. Ranks that need each other do every pass together and fail together when a
-    value of one of them is not finite.
+    expert parallel, or a pipeline stage. Tensor, context and pipeline parallel ranks see the same
+    trajectories, and each gives the same log-probs of all of them. An expert-parallel rank holds some
+    experts, which compute the tokens of all ranks of its expert group. Ranks that need each other do every
+    pass together and fail together when a value of one of them is not finite.
 
     Checkpoints have two forms of the same content. `state` and `load_state` are the loop's: FP32 masters,
     both moments and the number of updates by Hugging Face's names, of which each rank gives what no rank
@@ -136,6 +135,7 @@ class MegatronTrainer:
             experts=parallel_state.get_expert_model_parallel_group() if self._place.expert > 1 else None,
             context=parallel_state.get_context_parallel_group() if self._place.context > 1 else None,
         )
+        self._passes = Passes(shape.hidden, shape.layers, self._place, self._seat, self._device)
         self._stats = EngineStats()
         self._updates = 0
         self._plain: GPTModel | None = None
@@ -182,10 +182,10 @@ class MegatronTrainer:
         """Log-probs (`TrainerEngine.forward`)."""
         started = time.perf_counter()
         with host(self._device):
-            logp, _ = self._logp(batch, guided=guided, temperature=temperature, version=version)
-        self._seat.treatments = None
+            taken = self._take(batch, guided=guided, temperature=temperature, version=version)
+        self._seat.piece = None
         self._stats.forward_seconds += time.perf_counter() - started
-        return logp
+        return taken.logp
 
     def accumulate(
         self, batch: Batch, loss: Loss, *, guided: bool, temperature: float, version: int
@@ -196,149 +196,75 @@ class MegatronTrainer:
         """
         started = time.perf_counter()
         with host(self._device):
-            logp, treatments = self._logp(batch, guided=guided, temperature=temperature, version=version)
-            value = loss(logp)
+            taken = self._take(batch, guided=guided, temperature=temperature, version=version)
+            logp = taken.logp.requires_grad_()
+            (gradient,) = torch.autograd.grad(loss(logp), logp)
             middle = time.perf_counter()
-            treatments.repeat()
-            value.backward()  # type: ignore[no-untyped-call]
-        self._seat.treatments = None
+            self._passes.backward(taken.passed, taken.of_pieces(gradient.to(self._device)))
+        self._seat.piece = None
         self._stats.forward_seconds += middle - started
         self._stats.backward_seconds += time.perf_counter() - middle
         return logp.detach()
 
-    def _logp(
-        self, batch: Batch, *, guided: bool, temperature: float, version: int
-    ) -> tuple[Tensor, Treatments]:
-        with self._agreed():
+    def _take(self, batch: Batch, *, guided: bool, temperature: float, version: int) -> _Taken:
+        passes = self._passes
+        with passes.agreed():
             self._refresh()
         started = time.perf_counter()
-        micro = MicroBatch(batch.trajectories, self._table, self._audit_table, Uploads(self._device))
-        micro.arrive()
+        parts = passes.cut([len(one.tokens) for one in batch.trajectories])
+        uploads = Uploads(self._device)
+        micros = [
+            MicroBatch([batch.trajectories[i] for i in part], self._table, self._audit_table, uploads)
+            for part in parts
+        ]
+        uploads.join()
         self._stats.unpack_seconds += time.perf_counter() - started
-        how = (self._plan, self.spec.quantization, micro, self._stats)
-        treatments = Treatments(*how, guided=guided, version=version)
-        rows = _Rows(micro.tokens_N, micro.lengths, micro.predicting_M, micro.targets_M)
-        logp_M = self._predict(self._model, rows, treatments, temperature)
-        (failed,) = self._largest(not bool(logp_M.isfinite().all()))
+
+        def pieces(*, check: bool) -> list[Rows]:
+            how: dict[str, Any] = {"guided": guided, "version": version, "check": check}
+            return [
+                Rows(
+                    micro.tokens_N,
+                    micro.lengths,
+                    micro.predicting_M,
+                    micro.targets_M,
+                    Treatments(self._plan, self.spec.quantization, micro, self._stats, **how),
+                )
+                for micro in micros
+            ]
+
+        logps_M, passed = passes.forward(self._model, pieces(check=False), temperature)
+        (failed,) = passes.largest(not all(bool(logp_M.isfinite().all()) for logp_M in logps_M))
         if failed:
-            checking = Treatments(*how, guided=guided, version=version, check=True)
             with torch.no_grad():
-                self._predict(self._model, rows, checking, temperature)
+                passes.forward(self._model, pieces(check=True), temperature)
             raise NonFiniteError("the logits")
-        batch_size, width = micro.size
-        logp = logp_M.new_zeros(batch_size * width).index_put((micro.places_M,), logp_M)
+        width = max(micro.size[1] for micro in micros)
+        logp = torch.zeros(len(batch.trajectories), width, device=self._device)
+        for part, micro, logp_M in zip(parts, micros, logps_M, strict=True):
+            rows, own = micro.size
+            flat = logp_M.new_zeros(rows * own).index_put((micro.places_M,), logp_M)
+            logp[part, :own] = flat.view(rows, own)
         # Losses are computed where the loop is.
-        return logp.view(batch_size, width).cpu(), treatments
-
-    def _predict(
-        self,
-        model: GPTModel,
-        rows: _Rows,
-        treatments: Treatments | None,
-        temperature: float = 1.0,
-    ) -> Tensor:
-        """Log-probs float32 [M] of the tokens behind rows of sequences, which are padded here.
-
-        The seat keeps the treatments, for a backward pass that computes layers again. Tensor and context
-        parallel ranks give the same.
-        """
-        lengths, predicting_M = rows.lengths, rows.predicting
-        place, multiple = self._place, self._place.multiple
-        seat = self._seat
-        seat.treatments = treatments
-        fc2_treated = treatments is not None and treatments.touches(
-            SiteKind.FC2_INPUT, range(self.shape.layers)
-        )
-        # Ranks that compute together pad alike.
-        longest, batch, treated, audited = self._largest(
-            -(-max(lengths, default=1) // multiple) * multiple,
-            len(lengths),
-            fc2_treated,
-            treatments is not None and treatments.audits,
-        )
-        seat.fc2_treated, seat.fc2_audited = bool(treated), bool(audited)
-        lengths = [*lengths, *[0] * (batch - len(lengths))]
-        every = Held.of(lengths, torch.arange(longest)).to(self._device)
-        position_P = context_positions(longest, place)
-        attended = Held.of(lengths, position_P).to(self._device)
-        seat.sequence = Held.of(lengths, sequence_positions(longest, place)).to(self._device)
-        seat.attended = attended
-        starts_N = None if treatments is None else treatments.exact_from()
-        seat.pass_mask = None
-        if starts_N is not None:
-            # Padding attends what is stored: nothing that counts sees it.
-            after_P1 = torch.arange(1, longest + 1, device=self._device).repeat_interleave(batch).unsqueeze(1)
-            starts_P1 = every.put(after_P1, starts_N.unsqueeze(1))
-            seat.pass_mask = pass_mask(starts_P1.view(longest, batch).t()).unsqueeze(1)
-        tokens_P1 = every.put(rows.tokens.new_zeros(every.size, 1), rows.tokens.unsqueeze(1))
-        position_P = position_P.to(self._device)
-        tokens_BP = tokens_P1.view(longest, batch).t().index_select(1, position_P)
-        # Keys are in the order of the context-parallel ranks.
-        key_S = torch.cat(
-            [context_positions(longest, replace(place, context_rank=rank)) for rank in range(place.context)]
-        ).to(self._device)
-        future_PS = key_S > position_P.unsqueeze(1)
-        with self._agreed():
-            logits_BPV: Tensor = model(tokens_BP, position_P.expand(batch, -1), future_PS[None, None])
-        # Of the rows that predict, those whose logits are here.
-        place_N = torch.full((len(rows.tokens),), -1, dtype=torch.int64, device=self._device)
-        place_N[slice(None) if attended.rows is None else attended.rows] = attended.slots
-        place_M = place_N.index_select(0, predicting_M)
-        here_K = (place_M >= 0).nonzero().squeeze(1)
-        place_K = place_M.index_select(0, here_K)
-        at_K = (place_K % batch) * len(position_P) + place_K // batch
-        logits_KV = logits_BPV.flatten(0, 1).index_select(0, at_K).float() / temperature
-        logp_K: Tensor = -vocab_parallel_cross_entropy(logits_KV, rows.targets.index_select(0, here_K))
-        if seat.context is None:
-            return logp_K
-        logp_M = logp_K.new_zeros(len(predicting_M)).index_put((here_K,), logp_K)
-        found: Tensor = reduce_from_tensor_model_parallel_region(logp_M, group=seat.context)
-        return found
-
-    def _largest(self, *values: int) -> list[int]:
-        """The largest of each value over the ranks that compute together."""
-        group = self._seat.unit
-        if group is None:
-            return list(values)
-        found = torch.tensor(values, dtype=torch.int64, device=self._device)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-        largest: list[int] = found.tolist()
-        return largest
-
-    @contextmanager
-    def _agreed(self) -> Iterator[None]:
-        """Fail behind the block on all ranks that compute together, when a value of any was not finite."""
-        group, seat = self._seat.unit, self._seat
-        if group is None:
-            yield
-            return
-        seat.failure = None
-        try:
-            yield
-        except NonFiniteError as error:
-            seat.failure = error
-        # The first of the ranks that failed names its site, in numbers: no rank unpickles what another sends.
-        turn = 0 if seat.failure is None else group.size() - group.rank()
-        (first,) = self._largest(turn)
-        if first == 0:
-            return
-        site = seat.failure.site if seat.failure is not None and turn == first else ""
-        codes = self._largest(*site.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0"))
-        raise NonFiniteError(bytes(codes).rstrip(b"\0").decode(errors="replace"))
+        return _Taken(logp.cpu(), parts, micros, passed)
 
     def supervised_step(self, tokens: Tensor, loss_mask: Tensor) -> float:
         """One unquantised FP32 update (`TrainerEngine.supervised_step`)."""
         batch, length = tokens.shape
         model = self._plain_model()
         with host(self._device):
-            taken = tokens[:, :-1].reshape(-1).to(self._device)
-            chosen = loss_mask[:, 1:].reshape(-1).nonzero().squeeze(1).to(self._device)
-            targets_M = tokens[:, 1:].reshape(-1).to(self._device).index_select(0, chosen)
-            rows = _Rows(taken, [length - 1] * batch, chosen, targets_M)
-            loss = -self._predict(model, rows, None).sum()
-            totals = torch.tensor([float(loss.detach()), float(len(chosen))], dtype=torch.float64)
+            pieces = []
+            for part in self._passes.cut([length - 1] * batch):
+                own, mask = tokens[part].to(self._device), loss_mask[part].to(self._device)
+                chosen = mask[:, 1:].reshape(-1).nonzero().squeeze(1)
+                targets_M = own[:, 1:].reshape(-1).index_select(0, chosen)
+                pieces.append(Rows(own[:, :-1].reshape(-1), [length - 1] * len(part), chosen, targets_M))
+            logps_M, passed = self._passes.forward(model, pieces)
+            sums = [-float(torch.cat(logps_M).sum()), sum(len(logp_M) for logp_M in logps_M)]
+            totals = torch.tensor(sums, dtype=torch.float64)
             dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
-            (loss / float(totals[1])).backward()  # type: ignore[no-untyped-call]
+            each = float(-1 / totals[1])
+            self._passes.backward(passed, [torch.full_like(logp_M, each) for logp_M in logps_M])
         if model is not self._model:
             for name, plain in model.named_parameters():
                 if plain.grad is not None:
@@ -353,7 +279,7 @@ class MegatronTrainer:
         if self._dtype is torch.float32:
             return self._model
         if self._plain is None:
-            with host(self._device), quiet():
+            with host_optimizer(self._device), quiet():
                 self._plain = build(
                     self.shape, self._place, self._config(torch.float32), self._seat, self._device
                 )
@@ -396,6 +322,8 @@ class MegatronTrainer:
         """Whether this rank is the first one that holds a parameter or its shard, or holds all of them."""
         if not self.sharded:
             return True
+        if getattr(self._named[parameter.name], "shared", False):
+            return False  # Megatron's mark of a tied embedding's second copy, on the last stage
         if parameter.expert:
             return bool(parallel_state.get_expert_data_parallel_rank() == 0)
         first = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
@@ -417,7 +345,7 @@ class MegatronTrainer:
         """Put quantised values into the experts, once a version: of what was exported, in its dtype."""
         if self._exact or self._plan.weights_trainer is Treatment.UNQUANTIZED:
             return
-        for layer in range(self.shape.layers):
+        for layer in layers_of(self.shape.layers, self._place):
             for matrix, gate_up in ((GATE_UP, True), (DOWN, False)):
                 mine = [
                     p for p in self._parameters if p.expert and p.expert[0] == layer and p.gate_up is gate_up
@@ -565,11 +493,6 @@ def _check_spec(spec: Spec) -> None:
             f"{spec.quantization.tensor_scale}; use Fixed"
         )
     parallelism = spec.trainer.parallelism
-    if parallelism.pipeline > 1:
-        raise InputError(
-            f"spec.trainer.parallelism.pipeline is {parallelism.pipeline}, but the loop's loss is of a whole "
-            "micro-batch, which a pipeline would want piece by piece; use tensor, context, expert and data"
-        )
     if parallelism.context > 1 and spec.quantization.prefill_attends is PrefillAttends.EXACT:
         raise InputError(
             "spec.quantization.prefillAttends is Exact, which the Megatron trainer does not compute with "

@@ -7,7 +7,7 @@
     all others                                one tensor each                 as it is
 
 A tensor-parallel rank holds the heads, vocabulary rows or columns that Megatron gives it; every rank of an
-expert group holds its own experts whole.
+expert group holds its own experts whole. A pipeline stage holds its layers, which Megatron numbers from 0.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tracerl.api.model import ModelShape
-from tracerl.engines.megatron.slicing import Place, experts_of
+from tracerl.engines.megatron.slicing import Place, experts_of, layers_of
 
 COPY, QKV, GATE_UP = "copy", "qkv", "gate_up"
 
@@ -44,10 +44,16 @@ class Parameter:
 
 
 def parameters(shape: ModelShape, place: Place) -> list[Parameter]:
-    """All parameters of a rank that holds every layer, in Hugging Face's order."""
-    found = [Parameter("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), COPY, 0)]
-    for layer in range(shape.layers):
-        ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+    """All parameters of a rank, in Hugging Face's order.
+
+    A tied embedding is on the first pipeline stage and, as the output layer, on the last.
+    """
+    embedding = ("model.embed_tokens.weight",)
+    found = []
+    if place.first_stage:
+        found.append(Parameter("embedding.word_embeddings.weight", embedding, COPY, 0))
+    for own, layer in enumerate(layers_of(shape.layers, place)):
+        ours, theirs = f"decoder.layers.{own}.", f"model.layers.{layer}."
         attention = theirs + "self_attn."
         qkv = tuple(f"{attention}{part}_proj.weight" for part in "qkv")
         found += [
@@ -67,9 +73,13 @@ def parameters(shape: ModelShape, place: Place) -> list[Parameter]:
                 Parameter(matrix + "fc1.weight", both, GATE_UP, None, (layer, expert)),
                 Parameter(matrix + "fc2.weight", (name + "down_proj.weight",), COPY, None, (layer, expert)),
             ]
+    if not place.last_stage:
+        return found
     found.append(Parameter("decoder.final_layernorm.weight", ("model.norm.weight",), COPY))
     if not shape.tie_embeddings:
         found.append(Parameter("output_layer.weight", ("lm_head.weight",), COPY, 0))
+    elif not place.first_stage:
+        found.append(Parameter("output_layer.weight", embedding, COPY, 0))
     return found
 
 
