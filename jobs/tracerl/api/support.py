@@ -42,7 +42,6 @@ class Only:
 _ONE_PROCESS = "it is one process"
 _WHOLE_MODEL = "every trainer process holds the whole model"
 _WHOLE_ROWS = "every trainer process computes whole trajectories"
-_WHOLE_BATCH = "the loss is of a whole micro-batch, which a pipeline would want piece by piece"
 _ROLLOUT, _TRAINER = RolloutEngine.REFERENCE, TrainerEngine.REFERENCE
 
 SUPPORTED: tuple[Only, ...] = (
@@ -61,8 +60,8 @@ SUPPORTED: tuple[Only, ...] = (
         "with several, SGLang takes no weights from a group of processes",
         RolloutEngine.SGLANG,
     ),
-    Only("spec.trainer.parallelism.pipeline", (1,), _WHOLE_BATCH),
     Only("spec.trainer.parallelism.tensor", (1,), _WHOLE_MODEL, _TRAINER),
+    Only("spec.trainer.parallelism.pipeline", (1,), _WHOLE_MODEL, _TRAINER),
     Only("spec.trainer.parallelism.context", (1,), _WHOLE_ROWS, _TRAINER),
     Only("spec.trainer.parallelism.expert", (1,), _WHOLE_MODEL, _TRAINER),
     Only("spec.trainer.checkpoint.state", (CheckpointState.FULL,), _WHOLE_MODEL, _TRAINER),

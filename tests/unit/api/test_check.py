@@ -462,7 +462,16 @@ BAD: list[tuple[list[str], str, str]] = [
         "spec.rollout.nodesPerReplica",
         "write 1",
     ),
-    (["spec.trainer.parallelism.pipeline=2"], "spec.trainer.parallelism.pipeline", "write 1"),
+    (
+        ["spec.trainer.parallelism.pipeline=2"],
+        "spec.trainer.parallelism.pipeline",
+        "does not run with Reference (every trainer process holds the whole model); write 1",
+    ),
+    (
+        ["spec.trainer={engine: Megatron, parallelism: {pipeline: 3}}"],
+        "spec.trainer.parallelism.pipeline",
+        "is 3, which does not divide the model's 4 layers; write a divisor of 4",
+    ),
     (
         ["spec.trainer.parallelism={tensor: 2}"],
         "spec.trainer.parallelism.tensor",
@@ -631,7 +640,8 @@ def test_what_the_reference_engines_are_told_about_gpus_runs(
     [("rollout", {"tensor": size}) for size in (2, 3, 4, 5, 6)]
     + [("rollout", {"tensor": 3, "expert": 3}), ("rollout", {"tensor": 4, "expert": 2})]
     + [("trainer", {"tensor": size}) for size in (3, 4)]
-    + [("trainer", {"data": 6, "expert": 3}), ("trainer", {"data": 12, "expert": 12})],
+    + [("trainer", {"data": 6, "expert": 3}), ("trainer", {"data": 12, "expert": 12})]
+    + [("trainer", {"pipeline": 3})],
 )
 def test_a_size_that_a_remedy_names_is_not_refused_again(
     manifest: dict[str, Any], model: str, targets: str, role: str, size: dict[str, int]
@@ -902,6 +912,7 @@ def test_fault_of_this_machine(
             "spec.method.name=BF16",
             *EXACT,
         ],
+        ["spec.trainer={engine: Megatron, parallelism: {pipeline: 2, data: 2, expert: 2}}"],
         [
             "spec.rollout.nodes=2",
             "spec.trainer={engine: Megatron, nodes: 2, parallelism: {data: 2, expert: 2}}",

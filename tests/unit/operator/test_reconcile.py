@@ -231,7 +231,7 @@ def test_what_is_true(
         (
             start,
             {"trainer": {"parallelism": {"pipeline": 2}}},
-            "a pipeline would want piece by piece); write 1",
+            "does not run with Reference (every trainer process holds the whole model); write 1",
         ),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)[:30]),
