@@ -35,10 +35,12 @@ from tracerl.numerics import (
     rebuild_scales,
     unpack_bits,
 )
+from tracerl.numerics.bits import packed_size
 
 with pytest.MonkeyPatch.context() as patch:
     patch.setenv("TRITON_INTERPRET", "1")  # read where a kernel is defined, also Triton's own
     from tracerl.numerics import triton
+    from tracerl.numerics.triton import launch
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 ONE = TensorScale.one()
@@ -195,6 +197,29 @@ def test_shapes_and_strides() -> None:
     guide = replace(guide, present=torch.eye(6, dtype=torch.bool)[:, 2] == 0, zero_blocks=None)
     found = triton.guided_quantize(x, guide, Order.RECIPROCAL, None, "")
     same_codes(found, guided_quantize(x, guide))
+
+
+@pytest.mark.parametrize("blocks", [7, 1000])
+def test_rows_longer_than_a_grid(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a kernel's programs along a row there are at most 65,535; here 4."""
+    monkeypatch.setattr(launch, "_COLUMNS", 4)
+    x = hard_blocks(3, blocks * 16, torch.bfloat16)
+    same_codes(triton.quantize(x, ONE, Order.RECIPROCAL, ""), quantize(x))
+    guide = Guide.of(quantize(x.roll(1, 1)))
+    same_codes(triton.guided_quantize(x, guide, Order.RECIPROCAL, None, ""), guided_quantize(x, guide))
+    codes, bits = packed_size(blocks * 16, 1), packed_size(blocks, 1)
+    rows, zero_bits = (torch.zeros(3, size, dtype=torch.uint8) for size in (codes + bits, bits))
+    widths = {"code_bits": 1, "scale_bits": 1, "tensor_scale": ONE, "order": Order.RECIPROCAL}
+    triton.quantize_into_rows(x, rows, 0, zero_bits=zero_bits, site="", **widths)
+    same(rows, torch.cat([pack_bits(quantize(x).codes, 1), pack_bits(quantize(x).scales, 1)], 1))
+    same(zero_bits, pack_bits((quantize(x).scales == 0).byte(), 1))
+
+
+def test_programs_of_a_long_row() -> None:
+    tile = launch._tile(torch.empty(1, 1 << 27, dtype=torch.bfloat16, device="meta"))
+    assert tile is not None
+    assert tile.grid == (1, 32768)
+    assert tile.options["NB"] * tile.grid[1] * 16 == 1 << 27
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])

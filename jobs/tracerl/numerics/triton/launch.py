@@ -28,6 +28,8 @@ _BLOCK = NVFP4.block
 _TILE = 256
 """Blocks of a program: with 4 warps two a thread, whose loads are 64 bytes."""
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+_COLUMNS = 65_535
+"""Programs along a row: CUDA starts no more along a grid's second axis."""
 _ELEMENTS = 2048
 """Elements of a program of the kernels without blocks."""
 
@@ -311,6 +313,8 @@ def _tile(x: Tensor) -> _Tile | None:
     together = min(n & -n, 32)
     if together < 8:
         together = 8 if n > 8 else 1 << (n - 1).bit_length()
+    while n > _COLUMNS * together and together < _TILE:
+        together *= 2
     grid = (-(-r * together // _TILE), -(-n // together))
     splits = 2 if x.dtype == torch.float32 else 3
     return _Tile(rows, r, n, grid, {"NB": together, "B": _TILE, "SPLITS": splits, **_OPTIONS})
