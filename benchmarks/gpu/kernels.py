@@ -41,7 +41,6 @@ from tracerl.numerics import (
     pack_bits,
     quantize,
     quantize_dequantize,
-    quantize_dequantize_into_rows,
     quantize_into_rows,
     rebuild_scales,
     unpack_bits,
@@ -105,8 +104,8 @@ KERNELS: dict[str, tuple[Callable[[Case], object], float]] = {
     ),
     "rtnFakeQuantize": (lambda c: fake_quantize(c.x), 2 * VALUE),
     "capture": (
-        lambda c: quantize_dequantize_into_rows(
-            c.x, c.rows, 0, code_bits=1, scale_bits=3, zero_bits=c.zero_bits
+        lambda c: quantize_into_rows(
+            c.x, c.rows, 0, code_bits=1, scale_bits=3, zero_bits=c.zero_bits, values=c.out
         ),
         2 * VALUE + PACKED_1BIT + ZERO_BITS,
     ),
@@ -374,8 +373,9 @@ def verify_piece(seed: int, values: int, k: int, dtype: torch.dtype, order: Orde
     at = seed % 12
     arguments = {"code_bits": bits, "scale_bits": scale_bits, "order": order}
     quantize_into_rows(x, rows, at, zero_bits=zero_bits, tensor_scale=scale, **arguments)
-    into = quantize_dequantize_into_rows(
-        device, rows_device, at, zero_bits=zero_device, tensor_scale=on_device, **arguments
+    into = torch.empty_like(found_out)
+    quantize_into_rows(
+        device, rows_device, at, zero_bits=zero_device, values=into, tensor_scale=on_device, **arguments
     )
     same(rows_device, rows, f"rows, {what}")
     same(zero_device, zero_bits, f"zero blocks, {what}")

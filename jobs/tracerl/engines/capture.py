@@ -31,7 +31,7 @@ from tracerl.numerics import (
     fake_quantize,
     quantize,
     quantize_dequantize,
-    quantize_dequantize_into_rows,
+    quantize_into_rows,
 )
 from tracerl.records.rows import pack_routes, pack_rows, pack_starts, route_bytes
 from tracerl.records.sites import BLOCK_FORMATS, Site, SiteKind, SiteTable
@@ -234,17 +234,19 @@ class _DevicePacker:
         return self._into(self._rows(len(x)), index, x, name)
 
     def _into(self, rows: Tensor, index: int, x: Tensor, name: str) -> Tensor:
-        site = self._sites[index]
-        return quantize_dequantize_into_rows(
+        site, values = self._sites[index], torch.empty_like(x, memory_format=torch.contiguous_format)
+        quantize_into_rows(
             x,
             rows,
             self._at[index],
             code_bits=site.code_bits,
             scale_bits=site.scale_bits,
             zero_bits=rows[:, self._zero_at[index] : self._zero_at[index + 1]],
+            values=values,
             order=self._order,
             site=name,
         )
+        return values
 
     def keep(self, site: int, values: Tensor) -> None:
         pack = pack_starts if self._sites[site].kind is SiteKind.EXACT_FROM else route_bytes

@@ -16,7 +16,7 @@ from tracerl.numerics.elements import E2M1, E4M3, E8M0, ElementFormat
 from tracerl.numerics.flags import NonFiniteError, NonFiniteFlags
 from tracerl.numerics.guidance import Guide, guided_quantize, rebuild_scales
 from tracerl.numerics.mismatch import Mismatch, compare
-from tracerl.numerics.rows import quantize_dequantize_into_rows, quantize_into_rows
+from tracerl.numerics.rows import quantize_into_rows
 from tracerl.numerics.straight_through import fake_quantize, guided_fake_quantize
 
 __all__ = [
@@ -42,7 +42,6 @@ __all__ = [
     "pack_bits",
     "quantize",
     "quantize_dequantize",
-    "quantize_dequantize_into_rows",
     "quantize_into_rows",
     "rebuild_scales",
     "unpack_bits",

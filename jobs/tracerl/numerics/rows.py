@@ -18,12 +18,13 @@ def quantize_into_rows(
     code_bits: int,
     scale_bits: int,
     zero_bits: Tensor,
+    values: Tensor | None = None,
     fmt: BlockFormat = NVFP4,
     tensor_scale: TensorScale = ONE,
     order: Order = Order.RECIPROCAL,
     site: str = "",
 ) -> None:
-    """Quantise, rounding to nearest, and write what a record keeps of it.
+    """Quantise, rounding to nearest, and write what a record keeps of it, and what it stands for.
 
     Args:
         x: BF16, FP16 or FP32 [N, K], K a multiple of the block.
@@ -33,6 +34,7 @@ def quantize_into_rows(
         code_bits: 0, 1, 2 or 4.
         scale_bits: 0, 1, 2, 3 or 8.
         zero_bits: u8 [N, ceil(K / block / 8)], written: `pack_bits` of which block scales are zero.
+        values: Like x and contiguous, written: the dequantised values, without gradient. None: not wanted.
         fmt: The block format.
         tensor_scale: The scale above the block scales.
         order: Whose FP32 arithmetic.
@@ -40,9 +42,19 @@ def quantize_into_rows(
 
     Raises:
         NonFiniteError: x holds NaN or Inf; on CUDA see `NonFiniteFlags`.
-        ValueError: x, the rows or the tensor scale do not fit.
+        ValueError: x, the tensor scale, or what is written to does not fit.
     """
-    _check(x, rows, at, fmt=fmt, code_bits=code_bits, scale_bits=scale_bits, zero_bits=zero_bits, site=site)
+    _check(
+        x,
+        rows,
+        at,
+        fmt=fmt,
+        code_bits=code_bits,
+        scale_bits=scale_bits,
+        zero_bits=zero_bits,
+        values=values,
+        site=site,
+    )
     if triton := kernels(x, fmt):
         triton.quantize_into_rows(
             x,
@@ -51,49 +63,19 @@ def quantize_into_rows(
             code_bits=code_bits,
             scale_bits=scale_bits,
             zero_bits=zero_bits,
+            values=values,
             tensor_scale=tensor_scale,
             order=order,
             site=site,
         )
+        return
+    rounding = nearest(x, fmt, tensor_scale, order, site)
+    if values is None:
+        found = rounding.to_codes()
     else:
-        found = nearest(x, fmt, tensor_scale, order, site).to_codes()
-        _write(found, rows[:, at:], code_bits, scale_bits, zero_bits)
-
-
-def quantize_dequantize_into_rows(
-    x: Tensor,
-    rows: Tensor,
-    at: int,
-    *,
-    code_bits: int,
-    scale_bits: int,
-    zero_bits: Tensor,
-    fmt: BlockFormat = NVFP4,
-    tensor_scale: TensorScale = ONE,
-    order: Order = Order.RECIPROCAL,
-    site: str = "",
-) -> Tensor:
-    """Do what `quantize_into_rows` does, and give dequantised values [N, K] in x's dtype, without gradient.
-
-    Arguments and errors are those of `quantize_into_rows`.
-    """
-    _check(x, rows, at, fmt=fmt, code_bits=code_bits, scale_bits=scale_bits, zero_bits=zero_bits, site=site)
-    if triton := kernels(x, fmt):
-        out: Tensor = triton.quantize_dequantize_into_rows(
-            x,
-            rows,
-            at,
-            code_bits=code_bits,
-            scale_bits=scale_bits,
-            zero_bits=zero_bits,
-            tensor_scale=tensor_scale,
-            order=order,
-            site=site,
-        )
-        return out
-    found, values = nearest(x, fmt, tensor_scale, order, site).to_both()
+        found, dequantised = rounding.to_both()
+        values.copy_(dequantised)
     _write(found, rows[:, at:], code_bits, scale_bits, zero_bits)
-    return values
 
 
 def _write(q: Quantized, rows: Tensor, code_bits: int, scale_bits: int, zero_bits: Tensor) -> None:
@@ -112,6 +94,7 @@ def _check(
     code_bits: int,
     scale_bits: int,
     zero_bits: Tensor,
+    values: Tensor | None,
     site: str,
 ) -> None:
     where = site or "a tensor to record"
@@ -136,3 +119,10 @@ def _check(
         )
     if rows.stride(1) != 1 or zero_bits.stride(1) != 1:
         raise ValueError(f"{where} is recorded in rows whose bytes are neighbours; give such rows")
+    if values is not None and (
+        values.shape != x.shape or values.dtype != x.dtype or not values.is_contiguous()
+    ):
+        raise ValueError(
+            f"{where} is {x.dtype} {list(x.shape)} and its values go to {values.dtype} {list(values.shape)}; "
+            "give a contiguous tensor of its dtype and shape"
+        )

@@ -30,7 +30,6 @@ from tracerl.numerics import (
     pack_bits,
     quantize,
     quantize_dequantize,
-    quantize_dequantize_into_rows,
     quantize_into_rows,
     rebuild_scales,
     unpack_bits,
@@ -157,9 +156,11 @@ def test_rows_of_a_record(k: int, code_bits: int, scale_bits: int) -> None:
     rows = torch.full((3, at + k), 0xAA, dtype=torch.uint8)
     zero_bits = torch.full((3, -(-k // 128)), 0xAA, dtype=torch.uint8)
     wanted, wanted_zero = rows.clone(), zero_bits.clone()
-    values = quantize_dequantize_into_rows(x, wanted, at, zero_bits=wanted_zero, **widths)
+    values, out = torch.empty_like(x), torch.empty_like(x)
+    quantize_into_rows(x, wanted, at, zero_bits=wanted_zero, values=values, **widths)
     rest = {"tensor_scale": ONE, "order": Order.RECIPROCAL, "site": ""}
-    out = triton.quantize_dequantize_into_rows(x, rows, at, zero_bits=zero_bits, **widths, **rest)
+    triton.quantize_into_rows(x, rows, at, zero_bits=zero_bits, values=out, **widths, **rest)
+    same(values, dequantize(quantize(x), x.dtype))
     same(out, values)
     same(rows, wanted)
     same(zero_bits, wanted_zero)
@@ -273,6 +274,10 @@ def test_rows_that_do_not_fit() -> None:
         quantize_into_rows(x, rows, 4, zero_bits=torch.zeros(2, 2, dtype=torch.uint8), **widths)
     with pytest.raises(ValueError, match="whose bytes are neighbours"):
         quantize_into_rows(x, torch.zeros(9, 2, dtype=torch.uint8).T, 4, zero_bits=zero_bits, **widths)
+    with pytest.raises(
+        ValueError, match=r"is torch.float32 \[2, 32\] and its values go to torch.float32 \[2, 16\]"
+    ):
+        quantize_into_rows(x, rows, 4, zero_bits=zero_bits, values=x[:, :16], **widths)
     with pytest.raises(ValueError, match=r"has shape \[32\]; give \[N, K\]"):
         quantize_into_rows(x[0], rows, 4, zero_bits=zero_bits, **widths)
     with pytest.raises(ValueError, match="recorded with 8 code and 3 scale bits; use one of"):

@@ -74,7 +74,7 @@ def quantize_into_rows(
     site: str,
     values: Tensor | None = None,
 ) -> None:
-    """Write packed codes and scales of x [N, K] into rows u8 [N, …] from column `at` on, and zero blocks."""
+    """Write packed codes and scales of x [N, K] into rows u8 [N, …] from column `at` on, and what else."""
     check(x, NVFP4, tensor_scale, site)
     code_end = at + packed_size(x.shape[-1], code_bits)
     scale_end = code_end + packed_size(x.shape[-1] // _BLOCK, scale_bits)
@@ -90,35 +90,6 @@ def quantize_into_rows(
         scale_bits=scale_bits,
         zero_bits=zero_bits,
     )
-
-
-def quantize_dequantize_into_rows(
-    x: Tensor,
-    rows: Tensor,
-    at: int,
-    *,
-    code_bits: int,
-    scale_bits: int,
-    zero_bits: Tensor,
-    tensor_scale: TensorScale,
-    order: Order,
-    site: str,
-) -> Tensor:
-    """Do the same, and give dequantised values in x's dtype."""
-    values = _like(x)
-    quantize_into_rows(
-        x,
-        rows,
-        at,
-        code_bits=code_bits,
-        scale_bits=scale_bits,
-        zero_bits=zero_bits,
-        tensor_scale=tensor_scale,
-        order=order,
-        site=site,
-        values=values,
-    )
-    return values
 
 
 def _nearest(
