@@ -6,8 +6,10 @@ so BF16 values are compared under tensor scales that are powers of two.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -41,6 +43,9 @@ with pytest.MonkeyPatch.context() as patch:
     from tracerl.numerics import triton
     from tracerl.numerics.triton import launch
 
+    patch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks/gpu"))
+    HARD = importlib.import_module("hard_blocks")
+
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 ONE = TensorScale.one()
 PATTERNS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
@@ -53,19 +58,9 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def hard_blocks(n: int, k: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """[n, k], blocks in turn: ordinary; ties; zeros; both ends of E4M3; subnormal; spread; saturated."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(n * k // 16, 16, generator=generator)
-    ties = torch.randint(-56, 57, (len(x[1::7]), 16), generator=generator) / 8
-    ties[:, 0] = 6  # so that scaled values are eighths
-    x[1::7] = ties
-    x[2::7] = torch.where(x[2::7] < 0, -0.0, 0.0)
-    x[3::7] *= 2.0 ** torch.randint(-14, 12, (len(x[3::7]), 1), generator=generator)
-    x[4::7] *= 2.0**-20 if dtype == torch.float16 else 2.0**-130
-    x[5::7] *= 2.0 ** torch.randint(-12, 4, x[5::7].shape, generator=generator)
-    x[6::7] *= 4000
-    return x.to(dtype).view(n, k)
+def hard_blocks(n: int, k: int, dtype: torch.dtype) -> Tensor:
+    """[n, k], as the GPU is given."""
+    return HARD.hard_blocks(torch.Generator().manual_seed(0), n, k, dtype)
 
 
 def same(found: Tensor, wanted: Tensor) -> None:
