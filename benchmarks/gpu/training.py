@@ -12,11 +12,11 @@ import dataclasses
 import itertools
 import random
 import statistics
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -177,7 +177,7 @@ def recorded(
                     versions=torch.zeros(len(part), dtype=torch.int32),
                     zero_blocks=torch.zeros((0, 3), dtype=torch.int64),
                     tensor_scales=None,
-                    missing=Counter(),
+                    faults=np.zeros(len(part), dtype=np.uint8),
                     bytes=part.numel(),
                     mixed=0,
                 )

@@ -22,6 +22,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -37,7 +38,7 @@ from tracerl.engines.base import Batch, EngineStats, Trajectory
 from tracerl.engines.megatron.trainer import MegatronTrainer
 from tracerl.records.frame import FrameHeader, encode_frame
 from tracerl.records.pairing import RecordEntry, TrajectoryRecords, assemble
-from tracerl.records.partial import PartialFrame, Selection
+from tracerl.records.partial import EVERY_KIND, PartialFrame, Selection
 from tracerl.records.sites import SiteKind, site_table
 from tracerl.rl.dealing import units_of
 
@@ -186,8 +187,11 @@ def whole(trainer: MegatronTrainer, own: Mapping[str, Tensor]) -> dict[str, Tens
     return joined
 
 
-def needed(trajectory: Trajectory, selections: tuple[Selection | None, Selection | None]) -> Trajectory:
+def needed(
+    trajectory: Trajectory, selections: tuple[Selection | None, Selection | None], longest: int
+) -> Trajectory:
     """The trajectory with what a rank's loader reads of its records: out of the bytes of their frames."""
+    trajectory = dataclasses.replace(trajectory, longest=longest)
     kinds = zip((trajectory.records, trajectory.audit), selections, strict=True)
     records, audit = (
         found if found is None or selection is None else read(found, selection, trajectory)
@@ -197,18 +201,27 @@ def needed(trajectory: Trajectory, selections: tuple[Selection | None, Selection
 
 
 def read(records: TrajectoryRecords, selection: Selection, trajectory: Trajectory) -> TrajectoryRecords:
-    """Write one frame of all rows, and read what is selected of it."""
-    table, version = records.table, int(records.versions[0])
-    place = ("uid", "run", trajectory.id, 0, 1, 0, records.n_rows)
-    header = FrameHeader(*place, version, table.digest, audit=table.audit)
-    data = encode_frame(header, table, records.rows.numpy(), records.zero_blocks.numpy())
-    part = PartialFrame(selection, len(data))
-    while part.ranges:
-        part.take([memoryview(data)[start:stop] for start, stop in part.ranges])
-    handle = Handle("rec://store-0/0?len=1&xxh3=0")
-    entry = RecordEntry(handle, 0, 1, 0, records.n_rows, table.audit)
+    """Write frames of two rows, and read what is selected of those that hold any row of the rank."""
+    table, version, zero = records.table, int(records.versions[0]), records.zero_blocks.numpy()
+    share = selection.share(records.n_rows, trajectory.longest)
+    entries, opened = [], {}
+    for start in range(0, records.n_rows, 2):
+        stop = min(start + 2, records.n_rows)
+        kinds = EVERY_KIND if share is None else share.kinds(start, stop)
+        if not kinds:
+            continue
+        place = ("uid", "run", trajectory.id, 0, 1, start, stop)
+        header = FrameHeader(*place, version, table.digest, audit=table.audit)
+        inside = zero[(zero[:, 0] >= start) & (zero[:, 0] < stop)] - np.array([start, 0, 0])
+        data = encode_frame(header, table, records.rows.numpy()[start:stop], inside)
+        part = PartialFrame(selection, len(data), kinds=kinds)
+        while part.ranges:
+            part.take([memoryview(data)[first:last] for first, last in part.ranges])
+        handle = Handle(f"rec://store-0/{start}?len=1&xxh3=0")
+        entries.append(RecordEntry(handle, 0, 1, start, stop, table.audit))
+        opened[handle] = part.frame
     found = assemble(
-        [entry],
+        entries,
         lambda _: memoryview(b""),
         selection.table,
         tokens=len(trajectory.tokens),
@@ -217,7 +230,8 @@ def read(records: TrajectoryRecords, selection: Selection, trajectory: Trajector
         job_uid="uid",
         run_id="run",
         trajectory=trajectory.id,
-        opened={handle: part.frame},
+        opened=opened,
+        needed=None if share is None else share.of(selection.table),
     )
     assert not found.missing
     return found
@@ -246,7 +260,8 @@ def train(trainer: MegatronTrainer, spec: Spec, rank: int, count: int = 5) -> di
         weights = whole(trainer, dict(trainer.export()))
         every = sampled(spec, weights, version, count, shape=trainer.shape)
         mine = shares(every, units, version)[unit]
-        batch = Batch([needed(every[i], trainer.selections) for i in mine])
+        longest = max(len(trajectory.tokens) for trajectory in every) - 1
+        batch = Batch([needed(every[i], trainer.selections, longest) for i in mine])
         how = {"temperature": 1.0, "version": version}
         unguided = trainer.forward(batch, guided=False, **how)
         guided = trainer.accumulate(
@@ -288,7 +303,8 @@ def update(trainer: MegatronTrainer, every: list[Trajectory], rank: int) -> None
     parallelism = trainer.spec.trainer.parallelism
     trainer.set_learning_rate(0.003)
     share = shares(every, parallelism.data, 0)[units_of(parallelism)[rank]]
-    mine = [needed(every[i], trainer.selections) for i in share]
+    longest = max(len(trajectory.tokens) for trajectory in every) - 1
+    mine = [needed(every[i], trainer.selections, longest) for i in share]
     how = {"guided": True, "temperature": 1.0, "version": 0}
     trainer.accumulate(Batch(mine), lambda logp: -logp.sum() / 42, **how)
     trainer.update()

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hand_rollout import roll_out
 from megatron_worker import (
     EXPERTS,
     checkpoints,
@@ -30,17 +33,22 @@ from rl_harness import Log, make_job, rollout
 from torch import Tensor
 
 from tracerl.api.errors import InputError, JobError
+from tracerl.api.frames import Handle
 from tracerl.api.job import TrainerParallelism
 from tracerl.api.model import ModelShape
 from tracerl.api.resolved import ResolvedJob
 from tracerl.engines.base import Batch, Trajectory
 from tracerl.engines.hf import hf_shapes, initial_weights
 from tracerl.engines.megatron.trainer import MegatronTrainer
+from tracerl.records.frame import FrameHeader, encode_frame
+from tracerl.records.pairing import RecordEntry
+from tracerl.records.sites import site_table
 from tracerl.rl import parallel
 from tracerl.rl.dealing import units_of
 from tracerl.rl.loading import LEADER, open_loader
 from tracerl.rl.loop import run_loop
 from tracerl.rl.parallel import LeadingEngine, follow, join
+from tracerl.transport.sources import open_sink
 
 torch.set_num_threads(1)
 
@@ -300,6 +308,63 @@ def test_a_whole_job_with_records_weights_and_checkpoints(tmp_path, sync, sizes,
             assert line["reward"] == before["reward"]
             assert line["policy"] == pytest.approx(before["policy"], rel=1e-3, abs=1e-5)
             assert line["gap_guided"]["max"] < 1e-4
+
+
+def fetch_and_lose(
+    rolled: list[Trajectory], resolved: ResolvedJob, engine: MegatronTrainer
+) -> dict[str, Any]:
+    """A pass with all records, in frames of three rows, and one without rows 3 to 5 of the first of them."""
+    table, how = site_table(SHAPE, resolved.job.spec), {"guided": True, "temperature": 1.0, "version": 0}
+    with leader_of(resolved, engine) as leader, closing(open_sink(resolved, "rollout-0", "run")) as sink:
+        size = 0
+        for trajectory in rolled:
+            assert trajectory.records is not None
+            assert len(trajectory.records.zero_blocks) == 0
+            for start in range(0, trajectory.records.n_rows, 3):
+                rows = trajectory.records.rows.numpy()[start : start + 3]
+                place = (start, start + len(rows))
+                header = FrameHeader("uid", "run", trajectory.id, 0, 1, *place, 0, table.digest)
+                data = encode_frame(header, table, rows)
+                trajectory.entries.append(RecordEntry(sink.put(data, header.key), 0, 1, *place))
+                size += len(data)
+        settled = threading.Event()
+        sink.settle(settled.set)
+        assert settled.wait(30)
+        batch = Batch([dataclasses.replace(trajectory, records=None) for trajectory in rolled])
+        leader.announce([batch])
+        logp = leader.forward(batch, **how)
+        stats = leader.stats()
+        leader.announce([])
+        kept = batch.trajectories[0].entries
+        gone = dataclasses.replace(kept[1], handle=Handle(kept[1].handle.replace("-0/", "-9/")))
+        batch.trajectories[0].entries = [kept[0], gone, *kept[2:]]
+        leader.forward(batch, **how)
+        without = leader.stats()
+        leader.close()
+    return {"size": size, "logp": logp, "stats": stats, "without": without}
+
+
+@pytest.mark.parametrize("sizes", [{"context": 2, "expert": 2}, {"tensor": 2}], ids=["rows", "tensors"])
+def test_ranks_fetch_frames_of_their_rows_and_miss_a_lost_one_once(tmp_path, sizes):
+    """Twelve rows, of which context-parallel ranks hold the outer and the inner two frames of three."""
+    resolved = job_of(tmp_path, sizes)
+    weights = dict(initial_weights(SHAPE, 1))
+    prompts = [[5, 9, 3], [7, 2, 8, 4]]
+    rolled = roll_out(SHAPE, resolved.job.spec, weights, prompts, [10, 6], version=0)
+    seen, followed = two_ranks(resolved, partial(fetch_and_lose, rolled), weights)
+    assert followed is None
+    assert isinstance(seen, dict), seen
+    for row, trajectory in zip(seen["logp"], rolled, strict=True):
+        assert (row[: len(trajectory.logp_rollout)] - trajectory.logp_rollout).abs().max() < 1e-5
+    stats, without = seen["stats"], seen["without"]
+    assert (stats.records.rows, stats.records.missing, stats.records.frames) == (21, {}, 7)
+    assert stats.guided_missing == stats.routes_missing == 0
+    if "context" in sizes:
+        assert stats.records.bytes == seen["size"], "each frame is of one rank"
+    # Of one context-parallel rank alone; of both tensor-parallel ranks, which have heads of it.
+    assert (without.records.rows, without.records.missing) == (21, {"missing": 3})
+    assert without.guided_missing > 0
+    assert without.routes_missing == 3 * SHAPE.layers
 
 
 def export_in_parts(resolved: ResolvedJob, engine: MegatronTrainer) -> dict[str, Any]:

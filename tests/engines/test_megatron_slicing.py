@@ -34,6 +34,7 @@ from tracerl.engines.megatron.slicing import (
     heads_of,
     layers_of,
     pieces_of,
+    rows_of,
     selection_of,
     sequence_positions,
 )
@@ -293,6 +294,42 @@ def test_rows_of_all_ranks_are_the_stream_once(lengths, tensor, context):
     assert context * tensor > 1 or every == list(range(len(stream)))
 
 
+@pytest.mark.parametrize("longest", [1, 5, 16, 37])
+@pytest.mark.parametrize(("tensor", "context"), [(2, 1), (1, 2), (2, 2), (3, 4)])
+def test_rows_that_a_rank_fetches_are_those_that_its_pass_takes(longest, tensor, context):
+    """Against a count of tokens one by one, and against the rows that a pass takes of its records."""
+    lengths = sorted({1, longest // 2 + 1, longest})
+    padded = next(n for n in range(longest, 10**6) if n % (tensor * (2 * context if context > 1 else 1)) == 0)
+    chunk = padded // (2 * context) if context > 1 else padded
+    count = {kind: np.zeros(padded, int) for kind in SiteKind}
+    for tensor_rank, context_rank in itertools.product(range(tensor), range(context)):
+        place = Place(tensor=tensor, tensor_rank=tensor_rank, context=context, context_rank=context_rank)
+        mine = [
+            p
+            for p in range(padded)
+            if context == 1 or p // chunk in {context_rank, 2 * context - 1 - context_rank}
+        ]
+        shares = [
+            mine[len(mine) * rank // tensor : len(mine) * (rank + 1) // tensor] for rank in range(tensor)
+        ]
+        expected = dict.fromkeys(SiteKind, shares[tensor_rank])
+        expected |= {SiteKind.KEY: mine, SiteKind.VALUE: mine, SiteKind.EXACT_FROM: [*range(padded)]}
+        for kind, positions in expected.items():
+            needed = rows_of(kind, longest, place)
+            assert np.flatnonzero(needed).tolist() == positions
+            count[kind] += needed
+        for kind, held in (
+            (SiteKind.VALUE, Held.of(lengths, context_positions(padded, place))),
+            (SiteKind.ROUTES, Held.of(lengths, sequence_positions(padded, place))),
+        ):
+            needed = np.concatenate([rows_of(kind, longest, place)[:length] for length in lengths])
+            assert held.rows is not None or needed.all()
+            if held.rows is not None:
+                assert held.rows.tolist() == np.flatnonzero(needed).tolist()
+    assert all((count[kind] == 1).all() for kind in (SiteKind.EXPERT_INPUT, SiteKind.ROUTES))
+    assert all((count[kind] == tensor).all() for kind in (SiteKind.KEY, SiteKind.VALUE))
+
+
 def test_gradients_of_padding_stay_and_those_of_rows_pass():
     held = Held.of([1, 3], torch.arange(3))
     assert held.padded
@@ -335,4 +372,6 @@ def test_selections_cover_every_group_of_every_site_once(pipeline, tensor):
         expected = 1 if site.kind in {SiteKind.KEY, SiteKind.VALUE} else tensor
         assert (counts == expected).all(), site.name
     assert selection_of(table, SHAPE.layers, Place()) is None
-    assert selection_of(table, SHAPE.layers, Place(expert=4, expert_rank=1, context=2)) is None
+    assert selection_of(table, SHAPE.layers, Place(expert=4, expert_rank=1)) is None
+    # All of it, but of some rows.
+    assert selection_of(table, SHAPE.layers, Place(expert=4, expert_rank=1, context=2)).slices == table.whole

@@ -35,6 +35,9 @@ class Trajectory:
     """None: not loaded, or nothing was recorded; every recorded site is then missing for all rows."""
     audit: TrajectoryRecords | None = None
     """Whole codes and scales of every quantised site, for an audited trajectory; loaded like `records`."""
+    longest: int | None = None
+    """Rows of the longest trajectory of its micro-batch, over all ranks: what it is padded with, and so which
+    rows a rank of several computes. None: not known, and records of all rows are loaded."""
 
 
 @dataclass
@@ -84,6 +87,9 @@ class RecordCounts:
     """Rows that should be there."""
     missing: Counter[str] = field(default_factory=Counter)
     """Rows of which any site is absent, by reason."""
+    missing_rows: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
+    """Which they are, by trajectory: runs of rows start..stop-1 and the place of their reason in
+    `MISSING_REASONS`, from 1. Ranks of a unit may miss the same ones: they are put together by these."""
     bytes: int = 0
     """Bytes of frames as they travelled, without audits; a frame of several trajectories travels once."""
     audit_bytes: int = 0

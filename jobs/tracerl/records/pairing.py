@@ -93,10 +93,11 @@ class TrajectoryRecords:
 
     rows uint8 [n_rows, table.row_bytes], 0 where absent; present bool [n_rows, sites]; versions int32
     [n_rows], -1 where no site is present; zero_blocks int64 [m, 3] as (row, site index, block), sorted;
-    tensor_scales float32 [n_rows, sites] when the table has PerVersion sites, else None. `missing` counts
-    rows of which any site is absent, each once, by reason; `bytes` are those of the frames fetched for it;
-    `mixed` counts rows whose next token was sampled under another version than the last token, so that no
-    single forward pass matches both what was sampled and what was attended.
+    tensor_scales float32 [n_rows, sites] when the table has PerVersion sites, else None. `faults` uint8
+    [n_rows] says why a row is missing, of which any site that was needed is absent: a place in
+    `MISSING_REASONS`, counted from 1; 0 elsewhere. `bytes` are those of the frames fetched for it; `mixed`
+    counts rows whose next token was sampled under another version than the last token, so that no single
+    forward pass matches both what was sampled and what was attended.
     """
 
     table: SiteTable
@@ -106,9 +107,20 @@ class TrajectoryRecords:
     versions: Tensor
     zero_blocks: Tensor
     tensor_scales: Tensor | None
-    missing: Counter[str]
+    faults: NDArray[np.uint8]
     bytes: int
     mixed: int
+
+    @property
+    def missing(self) -> Counter[str]:
+        """Missing rows by reason."""
+        return count_faults(self.faults)
+
+
+def count_faults(faults: NDArray[np.uint8]) -> Counter[str]:
+    """Count `TrajectoryRecords.faults` by reason."""
+    codes = np.bincount(faults, minlength=len(MISSING_REASONS) + 1).tolist()
+    return Counter({reason: codes[code] for reason, code in _REASON_CODE.items() if codes[code]})
 
 
 def required_versions(
@@ -143,6 +155,7 @@ def assemble(
     trajectory: str,
     reprefill: Reprefill = Reprefill.AS_SAMPLED,
     opened: MutableMapping[Handle, Frame] | None = None,
+    needed: NDArray[np.bool_] | None = None,
 ) -> TrajectoryRecords:
     """Put the frames of one trajectory together; entries whose `audit` is not the table's are left out.
 
@@ -150,8 +163,9 @@ def assemble(
     `trajectory` is the id that frames (other than prefixes) must carry. `fetch` returns the bytes of a handle
     and may raise TraceRLError or OSError when it cannot. `opened` holds frames that were verified under the
     same table before; prefixes that are fetched are added to it as copies, since other trajectories may share
-    them. Bad records never raise: their rows are missing. A trajectory without a response token (aborted)
-    needs no rows, so none are present and none missing. ValueError when the counts contradict each other.
+    them. `needed` bool [tokens - 1, sites] says what is missing when it is absent; None: everything is. Bad
+    records never raise: their rows are missing. A trajectory without a response token (aborted) needs no
+    rows, so none are present and none missing. ValueError when the counts contradict each other.
     """
     if not 0 <= prompt_tokens <= tokens or len(token_versions) != tokens - prompt_tokens:
         raise ValueError(
@@ -170,7 +184,9 @@ def assemble(
     if token_versions and token_versions.count(token_versions[-1]) < len(token_versions):
         sampled = required_versions(tokens, prompt_tokens, token_versions, Reprefill.AS_SAMPLED)
         mixed = int(np.count_nonzero(sampled != token_versions[-1]))
-    return work.finish(wanted=bool(token_versions), mixed=mixed)
+    if not token_versions:
+        needed = np.zeros((len(required), len(table.sites)), dtype=np.bool_)
+    return work.finish(needed, mixed=mixed)
 
 
 class _Assembly:
@@ -287,7 +303,7 @@ class _Assembly:
                 part = _merge(site, piece, self.rows[target, columns], part)
             self.rows[target, columns] = part
 
-    def finish(self, *, wanted: bool, mixed: int) -> TrajectoryRecords:
+    def finish(self, needed: NDArray[np.bool_] | None, *, mixed: int) -> TrajectoryRecords:
         # How often each site is covered, at least and at most: [n, sites], or [n, 1] where all are alike.
         least = most = self.frames_held[:, None]
         if self.groups_held is not None and self.table.sites:
@@ -297,7 +313,7 @@ class _Assembly:
             most = np.maximum.reduceat(held, starts, axis=1)
         once = least == 1
         wrong = impossible(self.table, self.rows)
-        missing: Counter[str] = Counter()
+        faults = np.zeros(len(self.required), dtype=np.uint8)
         versions = self.required
         held_once = least is most and np.count_nonzero(once) == once.size
         if held_once and self.conflicts is None and not np.count_nonzero(wrong):
@@ -310,9 +326,12 @@ class _Assembly:
             if np.count_nonzero(wrong):
                 self.fail(np.flatnonzero(wrong.any(axis=1)), "shape")
             present = once & ~wrong
-            self.erase(~present)
-            if wanted:
-                missing = self.count(np.flatnonzero(~present.all(axis=1)))
+            # What nothing was written to is 0, and takes no memory yet.
+            self.erase(~present & (most > 0))
+            lacking = ~present if needed is None else needed & ~present
+            # Of some rows no entry spoke.
+            reasons = np.where(self.fault == 0, _REASON_CODE["missing"], self.fault)
+            faults = np.where(lacking.any(axis=1), reasons, 0).astype(np.uint8)
             versions = np.where(present.any(axis=1), self.required, np.int32(-1))
         zero_blocks = _NO_ZERO_BLOCKS
         if self.zero_blocks:
@@ -326,7 +345,7 @@ class _Assembly:
             versions=torch.from_numpy(versions),
             zero_blocks=torch.from_numpy(zero_blocks),
             tensor_scales=None if self.scales is None else torch.from_numpy(self.scales),
-            missing=missing,
+            faults=faults,
             bytes=self.bytes,
             mixed=mixed,
         )
@@ -336,11 +355,6 @@ class _Assembly:
             self.rows[absent[:, index], self.table.columns[index] : self.table.columns[index + 1]] = 0
         if self.scales is not None:
             self.scales[absent] = 0
-
-    def count(self, absent: NDArray[np.intp]) -> Counter[str]:
-        codes = np.bincount(self.fault[absent], minlength=len(MISSING_REASONS) + 1).tolist()
-        codes[_REASON_CODE["missing"]] += codes[0]  # no entry spoke of these rows
-        return Counter({reason: codes[code] for reason, code in _REASON_CODE.items() if codes[code]})
 
 
 def _check_identity(frame: Frame, entry: RecordEntry, job_uid: str, run_id: str, trajectory: str) -> None:

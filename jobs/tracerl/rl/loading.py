@@ -8,15 +8,19 @@ own micro-batch alone: those of the next one are loaded by a thread while it com
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import starmap
 from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tracerl.api.errors import TraceRLError
 from tracerl.api.frames import Handle, HandleError, parse_handle
@@ -25,9 +29,9 @@ from tracerl.api.model import ModelShape
 from tracerl.api.resolved import ResolvedJob
 from tracerl.engines.base import RecordCounts, Trajectory
 from tracerl.records.frame import Frame
-from tracerl.records.pairing import TrajectoryRecords, assemble
-from tracerl.records.partial import PartialFrame, Selection
-from tracerl.records.sites import SiteTable, audit_table, site_table
+from tracerl.records.pairing import RecordEntry, TrajectoryRecords, assemble, count_faults
+from tracerl.records.partial import EVERY_KIND, PartialFrame, Selection
+from tracerl.records.sites import SiteKind, SiteTable, audit_table, site_table
 from tracerl.transport.base import FrameSource, LoanError, TransportError, Wanted
 from tracerl.transport.sources import open_source
 
@@ -46,6 +50,7 @@ LEADER = "trainer-0"
 
 K = TypeVar("K")
 V = TypeVar("V")
+Kinds = frozenset[SiteKind]
 
 
 class RecordLoader:
@@ -54,8 +59,9 @@ class RecordLoader:
     Records are looked up and never used up: several passes of a step may need them. They are kept until their
     trajectory is dropped, as far as they fit in `cache_bytes`; the least recently used go first and are
     fetched again when they are needed. `selections` name the sites that this process needs of `table` and of
-    `audit_table`, None all; records are then of a selection's table. Use it from several threads; close it
-    before its source.
+    `audit_table`, None all; records are then of a selection's table. Where a selection takes rows, those of a
+    trajectory follow from `Trajectory.longest`: records that were loaded under another one are fetched again.
+    Use it from several threads; close it before its source.
     """
 
     def __init__(
@@ -72,6 +78,7 @@ class RecordLoader:
     ) -> None:
         self._source = source
         self._table, self._audit_table, self._selections = table, audit_table, selections
+        self._by_rows = any(selection is not None and selection.rows is not None for selection in selections)
         self._job_uid, self._run_id, self._reprefill = job_uid, run_id, reprefill
         self._limit = cache_bytes
 
@@ -81,8 +88,8 @@ class RecordLoader:
         """Loaded by the thread and not yet needed by a pass: never pushed out."""
         self._used: _Kept[str, _Loaded] = _Kept()
         """Needed by a pass before."""
-        self._prefixes: _Kept[Handle, Frame] = _Kept()
-        """Frames that other trajectories may name too, as copies."""
+        self._prefixes: _Kept[tuple[Handle, Kinds], Frame] = _Kept()
+        """Frames that other trajectories may name too, as copies, with the kinds of sites that were read."""
         self._queue: OrderedDict[str, tuple[Trajectory, int]] = OrderedDict()
         """What the thread is to load, and how many bytes may lie ahead then."""
         self._busy: set[str] = set()
@@ -91,8 +98,8 @@ class RecordLoader:
         self._next: dict[str, Sequence[Trajectory]] = {}
         """By the first trajectory of each announced micro-batch: the micro-batch after it."""
         self._counts = RecordCounts()
-        self._counted: dict[str, Counter[str]] = {}
-        """Missing rows of trajectories that were counted: loaded again, only what is new counts."""
+        self._counted: dict[str, NDArray[np.uint8]] = {}
+        """`faults` of trajectories that were counted: loaded again, only what is new counts."""
         self._read_before: Mapping[str, int] = {}
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="records", daemon=True)
@@ -153,7 +160,7 @@ class RecordLoader:
         """
         with self._changed:
             after = self._next.get(trajectories[0].id, ()) if trajectories else ()
-            found = [self._ahead.items.get(t.id) or self._used.items.get(t.id) for t in after]
+            found = [self._known(t) for t in after]
         loaded = [one for one in found if one is not None]
         if len(loaded) < len(after):
             return []
@@ -171,8 +178,7 @@ class RecordLoader:
         """Let go of the records of trajectories: trained on, or given up."""
         with self._changed:
             for id in ids:
-                self._ahead.pop(id)
-                self._used.pop(id)
+                self._forget(id)
                 self._queue.pop(id, None)
                 self._counted.pop(id, None)
                 self._busy.discard(id)
@@ -197,9 +203,9 @@ class RecordLoader:
     # -- the thread ---------------------------------------------------------------------------------------
 
     def _enqueue(self, trajectories: Sequence[Trajectory], limit: int) -> None:
-        known = (self._ahead.items, self._used.items, self._busy)
-        absent = [t for t in trajectories if not any(t.id in where for where in known)]
+        absent = [t for t in trajectories if t.id not in self._busy and self._known(t) is None]
         for trajectory in absent:
+            self._forget(trajectory.id)
             self._queue[trajectory.id] = (trajectory, limit)
         if limit == self._limit:
             # The next pass needs these, before all that later steps need.
@@ -252,21 +258,30 @@ class RecordLoader:
                 for trajectory in trajectories:
                     id = trajectory.id
                     if id in loaded and id in self._busy:
-                        into.put(id, loaded[id], sum(paired.size for paired in loaded[id]))
+                        into.put(id, loaded[id], loaded[id].size)
                     self._busy.discard(id)
                 self._evict()
                 self._changed.notify_all()
         return loaded
 
+    def _known(self, trajectory: Trajectory) -> _Loaded | None:
+        """Find what is kept and has the rows that are needed."""
+        loaded = self._ahead.items.get(trajectory.id) or self._used.items.get(trajectory.id)
+        fits = loaded is not None and (not self._by_rows or loaded.longest == trajectory.longest)
+        return loaded if fits else None
+
+    def _forget(self, id: str) -> None:
+        self._ahead.pop(id)
+        self._used.pop(id)
+
     def _take(self, trajectory: Trajectory) -> _Loaded | None:
         """Look up what a pass needs."""
-        loaded = self._ahead.pop(trajectory.id)
-        if loaded is not None:
+        loaded = self._known(trajectory)
+        if loaded is not None and trajectory.id in self._ahead.items:
             self._count(trajectory, loaded)
-        else:
-            loaded = self._used.pop(trajectory.id)
+        self._forget(trajectory.id)
         if loaded is not None:
-            self._used.put(trajectory.id, loaded, sum(paired.size for paired in loaded))
+            self._used.put(trajectory.id, loaded, loaded.size)
         return loaded
 
     def _evict(self) -> None:
@@ -278,16 +293,19 @@ class RecordLoader:
         # Audits are measurements, not part of what training needs: their time is no overhead.
         counts.fetch_seconds += loaded.record.fetch_seconds
         counts.unpack_seconds += loaded.record.unpack_seconds
-        missing: Counter[str] = Counter() if records is None else records.missing
+        faults = np.zeros(0, np.uint8) if records is None else records.faults
         before = self._counted.get(trajectory.id)
         if before is None:
-            counts.rows += 0 if records is None else records.n_rows
+            counts.rows += len(faults)
             counts.bytes += loaded.record.bytes
             counts.audit_bytes += loaded.audit.bytes
             counts.frames += len(trajectory.entries)
-            before = Counter()
-        counts.missing += missing - before
-        self._counted[trajectory.id] = missing | before
+            before = np.zeros_like(faults)
+        new = np.where(before == 0, faults, 0)
+        if new.any():
+            counts.missing += count_faults(new)
+            counts.missing_rows.setdefault(trajectory.id, []).extend(_runs(new))
+        self._counted[trajectory.id] = before | new
 
     # -- reading ------------------------------------------------------------------------------------------
 
@@ -295,7 +313,10 @@ class RecordLoader:
         records = self._pair(trajectories, self._table, self._selections[0])
         audited = [t for t in trajectories if any(entry.audit for entry in t.entries)]
         audits = self._pair(audited, self._audit_table, self._selections[1])
-        return {t.id: _Loaded(records.get(t.id, _NOTHING), audits.get(t.id, _NOTHING)) for t in trajectories}
+        return {
+            t.id: _Loaded(records.get(t.id, _NOTHING), audits.get(t.id, _NOTHING), t.longest)
+            for t in trajectories
+        }
 
     def _pair(
         self, trajectories: Sequence[Trajectory], table: SiteTable, selection: Selection | None
@@ -304,42 +325,38 @@ class RecordLoader:
         if not trajectories or not table.sites:
             return {}
         started = time.thread_time()
-        own = table if selection is None else selection.table
-        named = {
-            entry.handle: (entry.part, entry.parts)
-            for t in trajectories
-            for entry in t.entries
-            if entry.audit is table.audit
-        }
+        wanted = [_Wants.of(t, table, selection) for t in trajectories]
+        named: dict[Handle, _Named] = {}
+        for entry, kinds in (pair for one in wanted for pair in one.entries):
+            # Of a frame of several trajectories, what any of them needs.
+            before = named[entry.handle].kinds if entry.handle in named else frozenset()
+            named[entry.handle] = _Named(entry.part, entry.parts, kinds | before)
         with self._changed:
             known = self._prefixes.items if not table.audit else {}
-            kept = {handle: known[handle] for handle in named if handle in known}
+            kept = {h: known[h, one.kinds] for h, one in named.items() if (h, one.kinds) in known}
         lengths = {h: length for h in named if h not in kept and (length := _length(h)) is not None}
         failure: LoanError | None = None
         for _ in range(_LOANS):
             opened = dict(kept)
             try:
                 with self._borrowed(lengths, named, selection, opened) as (pieces, travelled):
-                    paired = self._assemble(
-                        trajectories, own, pieces, opened, travelled=travelled, started=started
-                    )
+                    paired = self._assemble(wanted, pieces, opened, travelled=travelled, started=started)
             except LoanError as error:
                 # Other bytes may have come in place of those that were verified: nothing of it counts.
                 failure = error.with_traceback(None)
                 continue
             # Not before the loan has ended well.
             if not table.audit:
-                self._keep_prefixes(opened)
+                self._keep_prefixes(opened, named)
             return paired
         assert failure is not None
         _log.warning("%d record frames are missing: %s", len(lengths), failure)
         absent: dict[Handle, memoryview | TraceRLError] = dict.fromkeys(lengths, failure)
-        return self._assemble(trajectories, own, absent, kept, travelled={}, started=started)
+        return self._assemble(wanted, absent, kept, travelled={}, started=started)
 
     def _assemble(
         self,
-        trajectories: Sequence[Trajectory],
-        table: SiteTable,
+        wanted: Sequence[_Wants],
         pieces: Mapping[Handle, memoryview | TraceRLError],
         opened: dict[Handle, Frame],
         *,
@@ -356,12 +373,13 @@ class RecordLoader:
             return piece
 
         paired = {}
-        for trajectory in trajectories:
+        for one in wanted:
             begun = time.thread_time()
+            trajectory, entries = one.trajectory, [entry for entry, _ in one.entries]
             records = assemble(
-                trajectory.entries,
+                entries,
                 fetch,
-                table,
+                one.table,
                 tokens=len(trajectory.tokens),
                 prompt_tokens=trajectory.prompt_tokens,
                 token_versions=trajectory.token_versions,
@@ -370,11 +388,12 @@ class RecordLoader:
                 trajectory=trajectory.id,
                 reprefill=self._reprefill,
                 opened=opened,
+                needed=one.needed,
             )
             paired[trajectory.id] = _Paired(
                 records,
-                bytes=sum(travelled.pop(entry.handle, 0) for entry in trajectory.entries),
-                fetch_seconds=(fetched - started) / len(trajectories),
+                bytes=sum(travelled.pop(entry.handle, 0) for entry in entries),
+                fetch_seconds=(fetched - started) / len(wanted),
                 unpack_seconds=time.thread_time() - begun,
             )
         return paired
@@ -383,7 +402,7 @@ class RecordLoader:
     def _borrowed(
         self,
         lengths: Mapping[Handle, int],
-        parts: Mapping[Handle, tuple[int, int]],
+        named: Mapping[Handle, _Named],
         selection: Selection | None,
         opened: dict[Handle, Frame],
     ) -> Iterator[tuple[dict[Handle, memoryview | TraceRLError], dict[Handle, int]]]:
@@ -403,7 +422,7 @@ class RecordLoader:
             return
         errors: dict[Handle, memoryview | TraceRLError] = {}
         reading = {
-            handle: PartialFrame(selection, length, *parts[handle]) for handle, length in lengths.items()
+            handle: PartialFrame(selection, length, *named[handle]) for handle, length in lengths.items()
         }
         while asked := {h: part.ranges for h, part in reading.items() if part.ranges and h not in errors}:
             with self._source.borrow(list(starmap(Wanted, asked.items()))) as borrowed:
@@ -417,13 +436,14 @@ class RecordLoader:
         opened.update({h: part.frame for h, part in reading.items() if part.frame is not None})
         yield errors, {handle: part.bytes for handle, part in reading.items()}
 
-    def _keep_prefixes(self, opened: Mapping[Handle, Frame]) -> None:
+    def _keep_prefixes(self, opened: Mapping[Handle, Frame], named: Mapping[Handle, _Named]) -> None:
         for handle, frame in opened.items():
             if frame.header.prefix is None:
                 continue  # of a selection
             with self._changed:
-                self._prefixes.pop(handle)
-                self._prefixes.put(handle, frame, frame.info.length + _FRAME_BYTES)
+                key = (handle, named[handle].kinds)
+                self._prefixes.pop(key)
+                self._prefixes.put(key, frame, frame.info.length + _FRAME_BYTES)
                 while self._prefixes.bytes > self._limit // 8:
                     self._prefixes.pop_oldest()
 
@@ -502,6 +522,45 @@ _NOTHING = _Paired()
 class _Loaded(NamedTuple):
     record: _Paired
     audit: _Paired
+    longest: int | None
+    """`Trajectory.longest` under which it was loaded."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory, nearly."""
+        return self.record.size + self.audit.size
+
+
+class _Named(NamedTuple):
+    """What is wanted of a frame: part `part` of `parts`, of which sites of `kinds`."""
+
+    part: int
+    parts: int
+    kinds: Kinds
+
+
+class _Wants(NamedTuple):
+    """What is wanted of a trajectory, as records of `table`."""
+
+    trajectory: Trajectory
+    table: SiteTable
+    entries: list[tuple[RecordEntry, Kinds]]
+    """Those of frames that hold anything needed, with the kinds of sites that are."""
+    needed: NDArray[np.bool_] | None
+    """bool [rows, sites]; None: everything."""
+
+    @classmethod
+    def of(cls, trajectory: Trajectory, table: SiteTable, selection: Selection | None) -> _Wants:
+        """What a selection of `table` needs of the trajectory."""
+        entries = [entry for entry in trajectory.entries if entry.audit is table.audit]
+        rows = len(trajectory.tokens) - 1
+        share = None if selection is None else selection.share(rows, trajectory.longest)
+        if selection is None or share is None:
+            own = table if selection is None else selection.table
+            return cls(trajectory, own, [(entry, EVERY_KIND) for entry in entries], None)
+        kinds = [(entry, share.kinds(entry.start, entry.stop)) for entry in entries]
+        held = [pair for pair in kinds if selection.holds(pair[0].part, pair[0].parts, pair[1])]
+        return cls(trajectory, selection.table, held, share.of(selection.table))
 
 
 class _Kept(Generic[K, V]):
@@ -525,6 +584,13 @@ class _Kept(Generic[K, V]):
     def pop_oldest(self) -> None:
         """Take out the value that was put first."""
         self.pop(next(iter(self.items)))
+
+
+def _runs(faults: NDArray[np.uint8]) -> list[tuple[int, int, int]]:
+    """Runs of rows start..stop-1 with the same fault, as (start, stop, fault)."""
+    edges = np.flatnonzero(np.diff(faults, prepend=np.uint8(0), append=np.uint8(0)))
+    runs = itertools.pairwise(edges.tolist())
+    return [(start, stop, int(faults[start])) for start, stop in runs if faults[start]]
 
 
 def _length(handle: Handle) -> int | None:

@@ -26,8 +26,10 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
@@ -46,7 +48,7 @@ from tracerl.engines.base import (
     TrainerEngine,
     Trajectory,
 )
-from tracerl.records.pairing import read_entries
+from tracerl.records.pairing import count_faults, read_entries
 from tracerl.rl.checkpoint import Measure, StoredTensors, measure_all, shard_name, write_tensors
 from tracerl.rl.dealing import deal
 from tracerl.rl.loading import NoRecords, RecordLoader, open_loader
@@ -152,6 +154,7 @@ def _pack(trajectories: Sequence[Trajectory]) -> Message:
             "id": t.id,
             "prompt_tokens": t.prompt_tokens,
             "token_versions": t.token_versions,
+            "longest": t.longest,
             "entries": [entry.to_json() for entry in t.entries],
         }
         for t in trajectories
@@ -211,14 +214,16 @@ class LeadingEngine:
         for rank in self._others:
             _send(rank, {"op": op, **values})
 
-    def _deal(self, batch: Batch) -> list[list[int]]:
-        """Positions in the batch of each rank's trajectories; the same batch is always dealt alike."""
-        dealt = deal(
-            [self._home(trajectory) for trajectory in batch.trajectories],
-            self._nodes,
-            [len(trajectory.tokens) for trajectory in batch.trajectories],
-        )
-        return [dealt[unit] for unit in self._units]
+    def _deal(self, batch: Batch) -> tuple[list[list[int]], list[list[Trajectory]]]:
+        """By rank, positions in the batch of its trajectories, and these.
+
+        The same batch is always dealt alike.
+        """
+        lengths = [len(trajectory.tokens) for trajectory in batch.trajectories]
+        dealt = deal([self._home(trajectory) for trajectory in batch.trajectories], self._nodes, lengths)
+        hands = [dealt[unit] for unit in self._units]
+        every = [replace(trajectory, longest=max(lengths) - 1) for trajectory in batch.trajectories]
+        return hands, [[every[index] for index in hand] for hand in hands]
 
     def _home(self, trajectory: Trajectory) -> str | None:
         """Node that has the trajectory's own rows: what it shares comes first."""
@@ -231,8 +236,8 @@ class LeadingEngine:
         """Name the micro-batches that passes will use, in order; records of earlier ones are dropped."""
         parts: list[list[list[Trajectory]]] = [[] for _ in self._units]
         for batch in batches:
-            for part, indices in zip(parts, self._deal(batch), strict=True):
-                part.append([batch.trajectories[index] for index in indices])
+            for part, trajectories in zip(parts, self._deal(batch)[1], strict=True):
+                part.append(trajectories)
         for rank in self._others:
             message, tensors = _pack([t for part in parts[rank] for t in part])
             sizes = [len(part) for part in parts[rank]]
@@ -241,11 +246,11 @@ class LeadingEngine:
 
     def _start(self, op: str, batch: Batch, **values: Any) -> tuple[list[list[int]], Batch]:
         """Send every other rank its trajectories; returns the deal and those of this rank, with records."""
-        hands = self._deal(batch)
+        hands, trajectories = self._deal(batch)
         for rank in self._others:
-            message, tensors = _pack([batch.trajectories[index] for index in hands[rank]])
+            message, tensors = _pack(trajectories[rank])
             _send(rank, {"op": op, "speaks": rank in self._firsts, **message, **values}, tensors)
-        mine = [batch.trajectories[index] for index in hands[_LEADER]]
+        mine = trajectories[_LEADER]
         own = Batch(self._loader.load(mine), partial(self._loader.upcoming, mine))
         if self._engine.sharded:
             # One that failed would not come into the pass, where the others would wait for it.
@@ -403,7 +408,7 @@ class LeadingEngine:
         """Counts summed over all ranks; seconds of the rank that took longest, since ranks work at once."""
         self._tell("stats")
         total = _stats(self._engine, self._loader)
-        records = {self._units[_LEADER]: [vars(total.records)]}
+        records = {self._units[_LEADER]: [dict(vars(total.records))]}
         for rank in self._others:
             other = _answer(rank)[0]
             for layer, kind, counts in other.pop("sites"):
@@ -412,11 +417,11 @@ class LeadingEngine:
             _add(total, other)
         total.records = RecordCounts()
         for unit in records.values():
-            # What all of its ranks have to do with counts once: as the rank has it that misses most.
-            most = max(unit, key=lambda counts: sum(counts["missing"].values()))
+            # What all of its ranks have to do with counts once.
+            total.records.missing += _missing([counts.pop("missing_rows") for counts in unit])
             for counts in unit:
-                again = {} if counts is most else {"rows": 0, "missing": {}, "frames": 0}
-                _add(total.records, counts | again)
+                again = {} if counts is unit[0] else {"rows": 0, "frames": 0}
+                _add(total.records, counts | again | {"missing": {}})
         return total
 
     def close(self) -> None:
@@ -424,6 +429,24 @@ class LeadingEngine:
         for rank in self._others:
             with contextlib.suppress(JobError):
                 _send(rank, {"op": "stop"})
+
+
+def _missing(ranks: Iterable[Mapping[str, Sequence[tuple[int, int, int]]]]) -> Counter[str]:
+    """Count rows that any rank of a unit misses (`RecordCounts.missing_rows`), each once.
+
+    The reason is that of the first of these ranks.
+    """
+    runs: dict[str, list[tuple[int, int, int]]] = {}
+    for rank in ranks:
+        for id, found in rank.items():
+            runs.setdefault(id, []).extend(found)
+    missing: Counter[str] = Counter()
+    for found in runs.values():
+        faults: NDArray[np.uint8] = np.zeros(max(stop for _, stop, _ in found), np.uint8)
+        for start, stop, fault in found:
+            faults[start:stop] = np.where(faults[start:stop] == 0, fault, faults[start:stop])
+        missing += count_faults(faults)
+    return missing
 
 
 def _answer(rank: int) -> Message:

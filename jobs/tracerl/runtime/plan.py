@@ -149,7 +149,7 @@ class Node:
     """Ring and both; weights, cache and activations are not counted."""
     written_per_second: float | None
     read_per_second: float | None
-    """By the ranks of one trainer node; what is not split by heads, each tensor-parallel rank reads."""
+    """By the ranks of one trainer node, each of which reads the frames that hold any of its rows."""
     network_per_second: tuple[float, float] | None
     """Least and most of what a trainer node reads over the network."""
 
@@ -437,6 +437,19 @@ def _store(facts: _Facts, step: Step, residency: Residency) -> Store:
     )
 
 
+def _reads(facts: _Facts, token: Token, split: int) -> float:
+    """How often the trainer reads a byte of a record, `split` of which a token are split by heads.
+
+    Ranks share the rows of a trajectory; of a frame in which one's rows end, both its neighbours read theirs.
+    """
+    sizes = facts.spec.trainer.parallelism
+    frames = (facts.prompt + facts.response) / facts.frame_rows
+    context = 2 * (sizes.context - 1)
+    by_heads = min(sizes.context, 1 + context / frames)
+    by_rows = min(sizes.context * sizes.tensor, 1 + (context + sizes.context * (sizes.tensor - 1)) / frames)
+    return (split * by_heads + (token.record - split) * by_rows) / token.record if token.record else 0.0
+
+
 def _node(facts: _Facts, token: Token, step: Step) -> Node:
     spec, rollout, trainer = facts.spec, facts.spec.rollout, facts.spec.trainer
     rows = _rollout_rows(facts, token)
@@ -444,18 +457,16 @@ def _node(facts: _Facts, token: Token, step: Step) -> Node:
     ranks = sizes.ranks
     split = sum(s.row_bytes for s in facts.table.sites if s.kind in {SiteKind.KEY, SiteKind.VALUE})
     copies = split + sizes.tensor * (token.record - split)
-    groups = sizes.tensor * sizes.pipeline * sizes.context
-    # A micro-batch belongs to a model-parallel group; its pipeline stages hold their layers alone.
-    held = 2 * trainer.micro_batch_tokens * copies * ranks // groups
+    # A micro-batch belongs to a model-parallel group; its pipeline stages hold their layers alone. Rows that
+    # other ranks compute are not read, but have their place.
+    held = 2 * trainer.micro_batch_tokens * copies * ranks // (sizes.tensor * sizes.pipeline)
     loaded = math.ceil(held / trainer.nodes)
     together = spec.placement.colocation is not Colocation.NONE and trainer.nodes == rollout.nodes
     ring = 0 if spec.transport.only_object else quantity_bytes(spec.transport.ring.size)
     written = read = network = None
     if step.seconds is not None:
         written = (step.record_bytes + step.audit_bytes) / rollout.nodes / step.seconds
-        read = (
-            step.record_bytes * copies / token.record / trainer.nodes / step.seconds if token.record else 0.0
-        )
+        read = step.record_bytes * _reads(facts, token, split) / trainer.nodes / step.seconds
         away = 1.0 if not together or spec.transport.only_object else 1 - 1 / rollout.nodes
         network = (0.0 if together and not spec.transport.only_object else read, read * away)
     return Node(

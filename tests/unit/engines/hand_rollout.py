@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -175,7 +174,7 @@ def _records(
                     sorted((place[r], s, b) for r, s, b in zero if r in place), dtype=torch.int64
                 ).reshape(-1, 3),
                 tensor_scales=None,
-                missing=Counter(),
+                faults=np.zeros(n, dtype=np.uint8),
                 bytes=rows[mine].numel(),
                 mixed=0,
             )

@@ -94,6 +94,90 @@ def test_what_is_selected_is_bit_equal(selection: Selection, parts: int, seed: i
     assert torch.equal(records.rows, torch.from_numpy(expected(selection, rows)))
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_only_rows_that_one_needs_are_read_and_missed(data: st.DataObject) -> None:
+    """Some frames are gone: against a look at every row, site and group of the table."""
+    sites = data.draw(selections())
+    table, n = sites.whole, 11
+    masks = {
+        kind: np.array(data.draw(st.lists(st.booleans(), min_size=n + 2, max_size=n + 2)))
+        for kind in SiteKind
+    }
+    selection = Selection(table, sites.slices, lambda kind, _: masks[kind])
+    share = selection.share(n, n)
+    assert share is not None
+    assert selection.share(n, None) is sites.share(n, n) is None
+    store, rows = Store(), random_rows(table, n, data.draw(st.integers(0, 2**16)))
+    parts, chunk = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 6))
+    entries = write_frames(store, table, rows, [3] * n, parts=parts, chunk=chunk)
+    gone = data.draw(st.sets(st.sampled_from(entries)))
+
+    kept, opened = [], {}
+    lacking = np.zeros((n, len(sites.slices)), bool)
+    for entry in entries:
+        held = {
+            (index, group)
+            for index, start, stop in table.select(entry.part, entry.parts)
+            for group in range(start, stop)
+        }
+        of_it = [
+            number
+            for number, (index, start, stop) in enumerate(sites.slices)
+            if any((index, group) in held for group in range(start, stop))
+        ]
+        span = range(entry.start, entry.stop)
+        wanted = {
+            table.sites[sites.slices[number].site].kind
+            for number in of_it
+            for row in span
+            if masks[table.sites[sites.slices[number].site].kind][row]
+        }
+        kinds = share.kinds(entry.start, entry.stop)
+        assert selection.holds(entry.part, entry.parts, kinds) is bool(wanted)
+        if entry in gone:
+            lacking[entry.start : entry.stop, of_it] = True
+        if wanted:
+            kept.append(entry)
+        if wanted and entry not in gone:
+            part = PartialFrame(selection, len(store.frames[entry.handle]), entry.part, entry.parts, kinds)
+            while part.ranges:
+                part.take([memoryview(store.frames[entry.handle])[a:b] for a, b in part.ranges])
+            assert part.frame is not None
+            assert {selection.table.sites[piece.site].kind for piece in part.frame.info.slices} == wanted
+            opened[entry.handle] = part.frame
+
+    def fetch(handle: Handle) -> memoryview:
+        raise FrameError("missing", f"{handle} is gone")
+
+    needed = np.stack([masks[site.kind][:n] for site in selection.table.sites], axis=1)
+    assert np.array_equal(share.of(selection.table), needed)
+    records = assemble(
+        kept,
+        fetch,
+        selection.table,
+        tokens=n + 1,
+        prompt_tokens=2,
+        token_versions=[3] * (n - 1),
+        job_uid=JOB,
+        run_id=RUN,
+        trajectory=TRAJECTORY,
+        opened=opened,
+        needed=needed,
+    )
+    missing = (needed & lacking).any(axis=1)
+    assert np.array_equal(records.faults > 0, missing)
+    assert records.missing == ({"missing": missing.sum()} if missing.any() else {})
+    present = records.present.numpy()
+    assert present[needed & ~lacking].all()
+    assert not present[lacking].any()
+    right = expected(sites, rows)
+    for number, site in enumerate(selection.table.sites):
+        columns = slice(selection.table.columns[number], selection.table.columns[number + 1])
+        found = records.rows.numpy()[:, columns]
+        assert np.array_equal(found, np.where(present[:, [number]], right[:, columns], 0)), site.name
+
+
 def expected(selection: Selection, rows: np.ndarray) -> np.ndarray:
     """Bits of the selected groups, through Python integers."""
     table, columns = selection.whole, []

@@ -459,6 +459,147 @@ HEADS = ModelShape.uniform(
 )
 
 
+WIDE = ModelShape.uniform(
+    2,
+    hidden=2048,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    experts=8,
+    top_k=2,
+    expert_hidden=16,
+    vocab=64,
+    context=256,
+)
+
+
+def in_frames(world: World, lengths: dict[str, int], size: int) -> list[Trajectory]:
+    """Trajectories in frames of `size` rows, the first of which they share."""
+    prefix = random_rows(world.table, size, "prefix")
+    shared = world.frame(world.table, prefix, 0, prefix="rollout-0/prompt")
+    found = []
+    for id, rows in lengths.items():
+        world.rows[id] = np.concatenate([prefix, random_rows(world.table, rows - size, id)])
+        entries = [RecordEntry(shared, 0, 1, 0, size)]
+        for start in range(size, rows, size):
+            part = world.rows[id][start : start + size]
+            handle = world.frame(world.table, part, start, trajectory=id)
+            entries.append(RecordEntry(handle, 0, 1, start, start + len(part)))
+        found.append(
+            Trajectory(
+                id=id,
+                tokens=torch.zeros(rows + 1, dtype=torch.int64),
+                prompt_tokens=size,
+                logp_rollout=torch.zeros(rows + 1 - size),
+                token_versions=[VERSION] * (rows + 1 - size),
+                entries=entries,
+            )
+        )
+    world.settle()
+    return found
+
+
+def context_rows(longest: int, rank: int) -> set[int]:
+    """Rows of one of two context-parallel ranks, which hold the outer and the inner quarters."""
+    quarter = -(-longest // 4)
+    inner = set(range(quarter, 3 * quarter))
+    return inner if rank else set(range(4 * quarter)) - inner
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_context_parallel_rank_reads_frames_of_its_rows(tmp_path: Path, rank: int) -> None:
+    """Of trajectories of two lengths, whose padding changes from one pass to the next; counted in bytes."""
+    world = World(tmp_path, WIDE)
+    trajectories = in_frames(world, {"a": 200, "b": 120}, 16)
+    selection = selection_of(world.table, WIDE.layers, Place(context=2, context_rank=rank))
+    loader = world.loader(selections=(selection, None))
+    seen = before = 0
+    for longest in (200, 260, 260, 200):
+        mine = context_rows(longest, rank)
+        wanted = {
+            entry.handle
+            for trajectory in trajectories
+            for entry in trajectory.entries
+            if mine & set(range(entry.start, entry.stop))
+        }
+        batch = [replace(trajectory, longest=longest) for trajectory in trajectories]
+        loader.announce([batch])
+        for loaded in loader.load(batch):
+            assert loaded.records is not None
+            assert loaded.records.missing == {}
+            rows = sorted(row for row in mine if row < loaded.records.n_rows)
+            assert loaded.records.present[rows].all()
+            assert np.array_equal(loaded.records.rows.numpy()[rows], world.rows[loaded.id][rows])
+            assert not loaded.records.present.all()
+        asked = [handle for handle, _ in world.source.asked[seen:]]
+        counts = loader.take_counts()
+        if not seen:
+            assert sorted(asked) == sorted(wanted)
+            assert (counts.rows, counts.missing, counts.frames) == (320, {}, 13 + 8)
+            assert counts.bytes == sum(world.sizes[handle] for handle in wanted)
+        else:
+            # Padded as before, all is there; what they share is kept whatever the padding is.
+            assert set(asked) <= wanted
+            assert bool(asked) is (longest != before)
+            assert (counts.rows, counts.bytes) == (0, 0)
+        seen, before = len(world.source.asked), longest
+    world.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_tensor_parallel_rank_reads_its_half_and_keys_and_values_of_the_other(
+    tmp_path: Path, rank: int
+) -> None:
+    """Sequence parallelism: of the experts' input and routes a half of the rows, in bytes of sections."""
+    world = World(tmp_path, WIDE)
+    [trajectory] = in_frames(world, {"a": 200}, 20)
+    selection = selection_of(world.table, WIDE.layers, Place(tensor=2, tensor_rank=rank))
+    assert selection is not None
+    loader = world.loader(selections=(selection, None))
+    [loaded] = loader.load([replace(trajectory, longest=200)])
+    assert loaded.records is not None
+    assert loaded.records.missing == {}
+    mine = slice(100 * rank, 100 * rank + 100)
+    size = 0
+    attended = {SiteKind.KEY, SiteKind.VALUE}
+    for number, site in enumerate(selection.table.sites):
+        present = np.zeros(200, bool)
+        present[slice(None) if site.kind in attended else mine] = True
+        assert np.array_equal(loaded.records.present[:, number], present)
+    # Both heads are in one frame: their sections are read whole.
+    for entry in trajectory.entries:
+        if 100 * rank <= entry.start < 100 * rank + 100:
+            size += world.sizes[entry.handle]
+        else:
+            sections = sum(site.row_bytes for site in world.table.sites if site.kind in attended)
+            size += selection.preamble_guess + 20 * sections
+    counts = loader.take_counts()
+    assert counts.bytes == size < 0.7 * sum(world.sizes.values())
+    world.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_lost_frame_is_missing_where_its_rows_are_needed(tmp_path: Path, rank: int) -> None:
+    world = World(tmp_path, WIDE)
+    [trajectory] = in_frames(world, {"a": 200}, 20)
+    lost = trajectory.entries[3]
+    trajectory.entries[3] = replace(lost, handle=Handle(lost.handle.replace("-0/", "-9/")))
+    assert trajectory.entries[3] != lost
+    selection = selection_of(world.table, WIDE.layers, Place(context=2, context_rank=rank))
+    loader = world.loader(selections=(selection, None))
+    # Rows 60 to 79 are of rank 1, and of 276 rows' padding those from 69 on.
+    loader.load([replace(trajectory, longest=200)])
+    counts = loader.take_counts()
+    assert counts.missing == ({"missing": 20} if rank else {})
+    runs = {"a": [(60, 80)]} if rank else {}
+    assert {id: [run[:2] for run in found] for id, found in counts.missing_rows.items()} == runs
+    loader.load([replace(trajectory, longest=276)])
+    counts = loader.take_counts()
+    assert counts.missing == ({} if rank else {"missing": 9})
+    assert [run[:2] for run in counts.missing_rows.get("a", [])] == ([] if rank else [(60, 69)])
+    world.close()
+
+
 def test_tensor_parallel_ranks_read_their_heads_and_no_others(tmp_path: Path) -> None:
     """Of a rollout of two ranks, which wrote two heads of four each; of audits too; counted in bytes."""
     world = World(tmp_path, HEADS, method={"name": "TRACE", "trace": {"layers": {"policy": "All"}}})

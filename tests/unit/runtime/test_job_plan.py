@@ -188,9 +188,23 @@ def test_rates_come_from_the_step() -> None:
     node = by_step.node
     assert node.written_per_second == by_step.step.record_bytes / 18 / 700
     assert node.read_per_second is not None
-    # Two tensor-parallel ranks read experts' input and routes each, and half of K and V.
-    assert node.read_per_second == pytest.approx(node.written_per_second * (2 * 6400 + 760) / 7160)
+    # Two tensor-parallel ranks read half of K and V each, and experts' input and routes of half of the rows:
+    # of 64 frames one is read by both.
+    assert node.read_per_second == pytest.approx(node.written_per_second * (65 / 64 * 6400 + 760) / 7160)
     assert node.network_per_second == pytest.approx((0, node.read_per_second * 17 / 18))
+    # Rank 0 of two context-parallel ranks has rows at both ends: two cuts, in each part one more between
+    # tensor ranks. Where a trajectory is one frame everybody reads it.
+    for sizes, frames, by_rows, by_heads in (
+        ("{context: 2, expert: 2, data: 18}", 32, 34 / 32, 34 / 32),
+        ("{tensor: 2, context: 2, data: 9}", 32, 36 / 32, 34 / 32),
+        ("{tensor: 2, context: 2, data: 9}", 1, 4, 2),
+    ):
+        prompt = 16 * frames
+        load = Load(step_seconds=700, prompt_tokens=prompt, response_tokens=512 * frames - prompt)
+        cut = planned(QWEN, f"spec.trainer.parallelism={sizes}", load=load).node
+        assert cut.read_per_second == pytest.approx(
+            cut.written_per_second * (by_rows * 6400 + by_heads * 760) / 7160
+        )
     apart = planned(QWEN, "spec.placement.colocation=None", load=Load(step_seconds=700))
     assert apart.node.network_per_second == (node.read_per_second, node.read_per_second)
 

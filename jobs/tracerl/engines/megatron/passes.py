@@ -51,6 +51,8 @@ class Rows:
     """int64 [M]: the tokens behind them."""
     treatments: Treatments | None = None
     """What is done to the values of its sites; None in a warm-up."""
+    longest: int = 1
+    """Rows of the longest sequence that these are padded with, on any rank."""
 
 
 @dataclass(frozen=True)
@@ -128,10 +130,10 @@ class Passes:
 
     def _layouts(self, pieces: Sequence[Rows]) -> list[_Layout]:
         """Layouts of pieces, in which ranks that compute together are alike."""
-        multiple = self._place.multiple
         asked: list[int] = []
         for rows in pieces:
-            asked += [-(-max(rows.lengths, default=1) // multiple) * multiple, max(len(rows.lengths), 1)]
+            longest = max([rows.longest, *rows.lengths])
+            asked += [self._place.padded(longest), max(len(rows.lengths), 1)]
             treatments = rows.treatments
             asked += [
                 treatments is not None and treatments.touches(SiteKind.FC2_INPUT, self._layers),

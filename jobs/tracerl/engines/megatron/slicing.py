@@ -16,9 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tracerl.records.partial import Selection
@@ -53,6 +56,10 @@ class Place:
         """What a padded sequence length must be a multiple of, so that every rank holds equally much."""
         return self.tensor * (2 * self.context if self.context > 1 else 1)
 
+    def padded(self, longest: int) -> int:
+        """Length that sequences are padded to, of which the longest has so many rows."""
+        return -(-longest // self.multiple) * self.multiple
+
 
 def context_positions(length: int, place: Place) -> Tensor:
     """Positions of a sequence that a context-parallel rank holds, in its order, int64 [length / context].
@@ -81,6 +88,20 @@ def sequence_positions(length: int, place: Place) -> Tensor:
     held = context_positions(length, place)
     part = len(held) // place.tensor
     return held[place.tensor_rank * part : (place.tensor_rank + 1) * part]
+
+
+def rows_of(kind: SiteKind, longest: int, place: Place) -> NDArray[np.bool_]:
+    """Which positions of padded sequences a rank needs of a kind of site, bool [place.padded(longest)].
+
+    ExactFrom of all: it says what rows attend.
+    """
+    length = place.padded(longest)
+    needed = np.full(length, kind is SiteKind.EXACT_FROM)
+    if kind in {SiteKind.KEY, SiteKind.VALUE}:
+        needed[context_positions(length, place).numpy()] = True
+    else:
+        needed[sequence_positions(length, place).numpy()] = True
+    return needed
 
 
 def layers_of(layers: int, place: Place) -> range:
@@ -113,7 +134,7 @@ def experts_of(experts: int, place: Place) -> range:
 
 
 def selection_of(table: SiteTable, layers: int, place: Place) -> Selection | None:
-    """What a rank fetches of a record: its layers' sites, and of Key and Value its heads; None is all.
+    """What a rank fetches of a record: its layers' sites, of Key and Value its heads, its rows; None is all.
 
     ExactFrom is of all layers.
     """
@@ -126,9 +147,10 @@ def selection_of(table: SiteTable, layers: int, place: Place) -> Selection | Non
         if site.kind in {SiteKind.KEY, SiteKind.VALUE}:
             groups = heads_of(site.groups, place)
         slices.append(SiteSlice(index, groups.start, groups.stop))
-    if not slices or tuple(slices) == table.whole:
+    apart = place.tensor * place.context > 1
+    if not slices or (tuple(slices) == table.whole and not apart):
         return None
-    return Selection(table, slices)
+    return Selection(table, slices, partial(rows_of, place=place) if apart else None)
 
 
 @dataclass(frozen=True)

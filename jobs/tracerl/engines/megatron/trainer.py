@@ -219,6 +219,8 @@ class MegatronTrainer:
         ]
         uploads.join()
         self._stats.unpack_seconds += time.perf_counter() - started
+        # Records were loaded of the rows that a rank has with this padding.
+        longest = max((one.longest or 1 for one in batch.trajectories), default=1)
 
         def pieces(*, check: bool) -> list[Rows]:
             how: dict[str, Any] = {"guided": guided, "version": version, "check": check}
@@ -229,6 +231,7 @@ class MegatronTrainer:
                     micro.predicting_M,
                     micro.targets_M,
                     Treatments(self._plan, self.spec.quantization, micro, self._stats, **how),
+                    longest,
                 )
                 for micro in micros
             ]
