@@ -219,8 +219,9 @@ class MegatronTrainer:
         ]
         uploads.join()
         self._stats.unpack_seconds += time.perf_counter() - started
-        # Records were loaded of the rows that a rank has with this padding.
-        longest = max((one.longest or 1 for one in batch.trajectories), default=1)
+        # Where ranks have rows apart, records were loaded of those that this one has with this padding.
+        by_rows = self._place.multiple > 1
+        longest = max((one.longest or 1 for one in batch.trajectories if by_rows), default=1)
 
         def pieces(*, check: bool) -> list[Rows]:
             how: dict[str, Any] = {"guided": guided, "version": version, "check": check}
