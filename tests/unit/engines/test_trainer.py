@@ -385,8 +385,10 @@ def test_a_checkpoint_continues_as_if_nothing_had_happened(dtype):
 def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing():
     trainer = ReferenceTrainer(SMALL, spec_of("QAT"))
     before = trainer.state()
-    with pytest.raises(InputError, match=r"checkpoint's weights: .*shape"):
+    with pytest.raises(InputError, match=r"checkpoint's weights: .* has no tensor model\.layers\."):
         trainer.load_state(ReferenceTrainer(TINY, spec_of("QAT")).state())
+    with pytest.raises(InputError, match=r"checkpoint's exp_avg: tensor lm_head\.weight has shape \[1, 2\]"):
+        trainer.load_state(before | {"exp_avg/lm_head.weight": torch.zeros(1, 2)})
     for lacking in ("updates", "exp_avg/model.norm.weight"):
         with pytest.raises(InputError, match="checkpoint"):
             trainer.load_state({name: t for name, t in before.items() if name != lacking})
