@@ -34,6 +34,18 @@ def test_an_engine_argument_that_sglang_does_not_have(tmp_path: Path) -> None:
         engine_arguments(spec, SHAPE, tmp_path)
 
 
+def test_units_share_the_cache_and_sglang_divides_the_chunk(tmp_path: Path) -> None:
+    """SGLang's tensor-parallel size counts all ranks; its cache is one unit's, its chunk all units'."""
+    sizes = {"tensor": 2, "data": 3, "expert": 6}
+    arguments = engine_arguments(
+        spec_of(rollout={"parallelism": sizes, "kvCacheTokens": 3000}), SHAPE, tmp_path
+    )
+    found = {name: arguments[name] for name in ("tp_size", "attn_dp_size", "ep_size", "chunked_prefill_size")}
+    assert found == {"tp_size": 6, "attn_dp_size": 3, "ep_size": 6, "chunked_prefill_size": 3000}
+    assert 1000 <= arguments["max_total_tokens"] < 1100
+    assert arguments["dist_init_addr"].startswith("127.0.0.1:")
+
+
 def test_engine_arguments_that_are_passed_on(tmp_path: Path) -> None:
     spec = spec_of(rollout={"engineArgs": {"schedule_conservativeness": 0.5, "chunked_prefill_size": 64}})
     arguments = engine_arguments(spec, SHAPE, tmp_path)

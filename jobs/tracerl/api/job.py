@@ -574,6 +574,11 @@ class RolloutParallelism(Model):
     expert: int = field(1, doc="Expert-parallel size.", ge=1, le=1_024)
     data: int = field(1, doc="Data-parallel (DP attention) size.", ge=1, le=1_024)
 
+    @property
+    def ranks(self) -> int:
+        """Processes of one replica that compute."""
+        return self.tensor * self.data
+
 
 class TrainerParallelism(Model):
     """Parallelism of the trainer."""

@@ -399,6 +399,21 @@ def one_trajectory_fits(facts: Facts) -> Iterator[Fault]:
             yield Fault(path, problem, f"write at least {tokens}")
 
 
+@_rule(Level.VALIDATE, *_LENGTHS, "spec.rollout.kvCacheTokens", "spec.rollout.parallelism.data")
+def one_trajectory_fits_a_unit(facts: Facts) -> Iterator[Fault]:
+    """With DP attention, each unit's part of the KV cache holds at least one trajectory."""
+    rollout, algorithm = facts.spec.rollout, facts.spec.algorithm
+    tokens = algorithm.max_prompt_tokens + algorithm.max_response_tokens
+    data = rollout.parallelism.data
+    if data > 1 and rollout.kv_cache_tokens // data < tokens <= rollout.kv_cache_tokens:
+        problem = (
+            f"is {rollout.kv_cache_tokens}, of which each of the {data} units of "
+            "spec.rollout.parallelism.data has its part, less than one trajectory of maxPromptTokens + "
+            f"maxResponseTokens = {tokens}"
+        )
+        yield Fault("spec.rollout.kvCacheTokens", problem, f"write at least {data * tokens}")
+
+
 # -- quantization, method ---------------------------------------------------------------------------------
 
 
@@ -588,7 +603,7 @@ def rollout_parallelism(facts: Facts) -> Iterator[Fault]:
     """A replica's GPUs are tensor x data, and expert divides them; without GPUs sizes are free."""
     rollout = facts.spec.rollout
     gpus = rollout.gpus_per_node * rollout.nodes_per_replica
-    ranks = rollout.parallelism.tensor * rollout.parallelism.data
+    ranks = rollout.parallelism.ranks
     if gpus and ranks != gpus:
         problem = f"makes tensor x data = {ranks} ranks, but a replica has {gpus} GPUs"
         remedy = f"write for example tensor: {gpus} and data: 1"
@@ -704,7 +719,7 @@ def parallelism_fits_model(facts: Facts) -> Iterator[Fault]:
         return
     rollout, trainer = facts.spec.rollout.parallelism, facts.spec.trainer.parallelism
     # A remedy that another rule would refuse helps nobody.
-    ranks, stage = rollout.tensor * rollout.data, trainer.tensor * trainer.context * trainer.data
+    ranks, stage = rollout.ranks, trainer.tensor * trainer.context * trainer.data
     shared = _divisor_of(gcd(shape.kv_heads, shape.vocab))
     for path, size, whole, what, remedy in (
         ("spec.rollout.parallelism.tensor", rollout.tensor, shape.heads, "attention heads", _tensor(facts)),
@@ -746,18 +761,18 @@ def _shares_kv_heads(shape: ModelShape, ranks: int) -> bool:
     return shape.kv_heads % ranks == 0 or ranks % shape.kv_heads == 0
 
 
-def _splits_blocks(facts: Facts, tensor: int) -> int:
-    """How many ranks of a rollout share an expert, where some block of it would lie on two of them; or 0."""
+def _splits_blocks(facts: Facts, size: int) -> int:
+    """How many of `size` ranks share an expert, where some block of it would lie on two of them; or 0."""
     spec, shape, expert = facts.spec, facts.shape, facts.spec.rollout.parallelism.expert
     if (
         shape is None
         or spec.method.name is MethodName.BF16
         or Target.ROUTED_EXPERTS not in spec.quantization.targets
-        or tensor % expert
+        or size % expert
     ):
         return 0
     blocks, rest = divmod(shape.expert_hidden, BLOCK_SIZES[spec.quantization.format])
-    ranks = tensor // expert
+    ranks = size // expert
     return ranks if rest == 0 and blocks % ranks else 0
 
 
@@ -771,11 +786,11 @@ def _tensor(facts: Facts) -> str:
         for size in range(1, shape.heads + 1)
         if shape.heads % size == 0
         and _shares_kv_heads(shape, size)
-        and not _splits_blocks(facts, size)
+        and not _splits_blocks(facts, size * sizes.data)
         and size * sizes.data % sizes.expert == 0
     ]
     if not fitting:
-        return "1 and spec.rollout.parallelism.expert: 1"
+        return "1 and spec.rollout.parallelism.expert: 1" + (", and data: 1" if sizes.data > 1 else "")
     either = " or ".join(filter(None, (", ".join(fitting[:-1]), fitting[-1])))
     return f"{either}, and as many spec.rollout.gpusPerNode" if rollout.gpus_per_node else either
 
@@ -795,7 +810,7 @@ def ranks_hold_kv_heads(facts: Facts) -> Iterator[Fault]:
 def rollout_experts_divide_ranks(facts: Facts) -> Iterator[Fault]:
     """Without GPUs too, expert divides the ranks of a rollout (tensor x data)."""
     rollout, sizes = facts.spec.rollout, facts.spec.rollout.parallelism
-    ranks = sizes.tensor * sizes.data
+    ranks = sizes.ranks
     if rollout.gpus_per_node == 0 and ranks % sizes.expert:
         problem = f"is {sizes.expert}, which does not divide the rollout's ranks, {ranks}"
         remedy = f"write a divisor of {ranks}, or spec.rollout.parallelism.tensor: {sizes.expert}"
@@ -811,15 +826,27 @@ def rollout_experts_divide_ranks(facts: Facts) -> Iterator[Fault]:
 )
 def ranks_hold_whole_blocks(facts: Facts) -> Iterator[Fault]:
     """The ranks that share an expert of a rollout have whole blocks of its hidden size."""
-    shape, tensor = facts.shape, facts.spec.rollout.parallelism.tensor
-    if shape is not None and (ranks := _splits_blocks(facts, tensor)):
+    shape, sizes = facts.shape, facts.spec.rollout.parallelism
+    if shape is not None and (ranks := _splits_blocks(facts, sizes.ranks)):
         block = BLOCK_SIZES[facts.spec.quantization.format]
+        name, size = ("tensor", sizes.tensor) if sizes.tensor > 1 else ("data", sizes.data)
         problem = (
-            f"is {tensor}, so that {ranks} ranks share an expert, whose hidden size {shape.expert_hidden} is "
+            f"is {size}, so that {ranks} ranks share an expert, whose hidden size {shape.expert_hidden} is "
             f"{shape.expert_hidden // block} blocks of {block}, and some block would lie on two of them"
         )
-        remedy = f"write {_tensor(facts)}, or spec.quantization.targets: [KVCache]"
-        yield Fault("spec.rollout.parallelism.tensor", problem, remedy)
+        gpus = facts.spec.rollout.gpus_per_node
+        others = {
+            "parallelism.data": name == "tensor",
+            "parallelism.expert": sizes.expert > 1,
+            "gpusPerNode": gpus > 1,
+        }
+        one = "1" + "".join(f" and spec.rollout.{other}: 1" for other, also in others.items() if also)
+        remedy = one if sizes.data > 1 else _tensor(facts)
+        yield Fault(
+            f"spec.rollout.parallelism.{name}",
+            problem,
+            f"write {remedy}, or spec.quantization.targets: [KVCache]",
+        )
 
 
 @_rule(Level.API, "spec.placement.colocation", "spec.rollout.nodes", "spec.trainer.nodes")

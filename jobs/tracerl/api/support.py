@@ -54,12 +54,6 @@ SUPPORTED: tuple[Only, ...] = (
     Only("spec.rollout.parallelism.tensor", (1,), _ONE_PROCESS, _ROLLOUT),
     Only("spec.rollout.parallelism.expert", (1,), _ONE_PROCESS, _ROLLOUT),
     Only("spec.rollout.parallelism.data", (1,), _ONE_PROCESS, _ROLLOUT),
-    Only(
-        "spec.rollout.parallelism.data",
-        (1,),
-        "with several, SGLang takes no weights from a group of processes",
-        RolloutEngine.SGLANG,
-    ),
     Only("spec.trainer.parallelism.tensor", (1,), _WHOLE_MODEL, _TRAINER),
     Only("spec.trainer.parallelism.pipeline", (1,), _WHOLE_MODEL, _TRAINER),
     Only("spec.trainer.parallelism.context", (1,), _WHOLE_ROWS, _TRAINER),
@@ -179,12 +173,16 @@ def _refuse_unseen_codes(facts: Facts) -> Iterator[Fault]:
         problem = f"is {sizes.expert}, but a quantised second input is emulated where all experts are"
         remedy = "write 1, or spec.quantization.secondInput: BF16"
         yield Fault("spec.rollout.parallelism.expert", problem, remedy)
-    if second is SecondInput.RECORDED and sizes.tensor > 1:
-        problem = f"is {sizes.tensor}, so that every rank would have a part of the recorded second input"
-        remedy = "write 1, or spec.quantization.secondInput: RTN"
-        yield Fault("spec.rollout.parallelism.tensor", problem, remedy)
+    for name, size in (("tensor", sizes.tensor), ("data", sizes.data)):
+        if second is SecondInput.RECORDED and size > 1:
+            problem = f"is {size}, so that every rank would have a part of the recorded second input"
+            remedy = "write 1, or spec.quantization.secondInput: RTN"
+            yield Fault(f"spec.rollout.parallelism.{name}", problem, remedy)
     if rollout.numerics is NumericsBackend.NATIVE:
         emulated = "or spec.rollout.numerics: Emulated"
+        if sizes.data > 1:
+            problem = f"is {sizes.data}, but the codes of one rank's rows cannot be told from the others'"
+            yield Fault("spec.rollout.parallelism.data", problem, f"write 1, {emulated}")
         if second is SecondInput.RECORDED:
             problem = "is Recorded, but FP4 kernels do not show their second input"
             yield Fault("spec.quantization.secondInput", problem, f"write RTN, {emulated}")
@@ -229,7 +227,7 @@ SUPPORT_RULES: tuple[Rule, ...] = (
             "spec.records.auditEvery",
         ),
         "With SGLang: `Emulated` has experts apart only with `secondInput: BF16`, and records a second input "
-        "in one rank alone; `Native` records none, and audits nothing.",
+        "in one rank alone; `Native` records none, audits nothing, and has no DP attention.",
         _refuse_unseen_codes,
     ),
     Rule(

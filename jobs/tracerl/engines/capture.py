@@ -432,6 +432,11 @@ class SiteCapture:
         """Quantise the experts' second input [N, top_k * expert_hidden], slots in the order of the ids."""
         return self._round(self._uses[layer, SiteKind.FC2_INPUT], x)
 
+    def round(self, layer: int, kind: SiteKind, x: Tensor) -> Tensor:
+        """Quantise rows that another rank records."""
+        use = self._uses[layer, kind]
+        return fake_quantize(x, self._format, order=self._order, site=use.name) if use.quantized else x
+
     def routes(self, layer: int, ids: Tensor) -> None:
         """Keep the experts [N, top_k] that were chosen."""
         use = self._uses[layer, SiteKind.ROUTES]

@@ -231,6 +231,27 @@ BAD: list[tuple[list[str], str, str]] = [
         "hidden size 48 is 3 blocks of 16, and some block would lie on two of them; write 1, or",
     ),
     (
+        ["spec.rollout={engine: SGLang, parallelism: {data: 2}}"],
+        "spec.rollout.parallelism.data",
+        "is 2, so that 2 ranks share an expert, whose hidden size 48 is 3 blocks of 16, and some block",
+    ),
+    (
+        ["spec.rollout={engine: SGLang, parallelism: {tensor: 2, data: 2}}"],
+        "spec.rollout.parallelism.tensor",
+        "is 2, so that 4 ranks share an expert, whose hidden size 48 is 3 blocks of 16, and some block would "
+        "lie on two of them; write 1 and spec.rollout.parallelism.data: 1, or spec.quantization.targets: [K",
+    ),
+    (
+        [
+            "spec.rollout={engine: SGLang, kvCacheTokens: 1000, parallelism: {data: 3}}",
+            "spec.algorithm.maxPromptTokens=300",
+            "spec.algorithm.maxResponseTokens=100",
+        ],
+        "spec.rollout.kvCacheTokens",
+        "is 1000, of which each of the 3 units of spec.rollout.parallelism.data has its part, less than one "
+        "trajectory of maxPromptTokens + maxResponseTokens = 400; write at least 1200",
+    ),
+    (
         ["spec.rollout={engine: SGLang, parallelism: {tensor: 3}}"],
         "spec.rollout.parallelism.tensor",
         "neither a divisor nor a multiple of the model's 2 key-value heads; write 1",
@@ -430,6 +451,19 @@ BAD: list[tuple[list[str], str, str]] = [
         "is 2, so that every rank would have a part of the recorded second input; write 1, or spec.quant",
     ),
     (
+        ["spec.rollout={engine: SGLang, parallelism: {data: 2}}", "spec.quantization.secondInput=Recorded"],
+        "spec.rollout.parallelism.data",
+        "is 2, so that every rank would have a part of the recorded second input; write 1, or spec.quant",
+    ),
+    (
+        [
+            "spec.rollout={engine: SGLang, gpusPerNode: 2, numerics: Native, parallelism: {data: 2}}",
+            *APART,
+        ],
+        "spec.rollout.parallelism.data",
+        "is 2, but the codes of one rank's rows cannot be told from the others'; write 1, or spec.rollout",
+    ),
+    (
         [
             "spec.rollout={engine: SGLang, gpusPerNode: 1, numerics: Native}",
             "spec.quantization.secondInput=Recorded",
@@ -514,11 +548,6 @@ BAD: list[tuple[list[str], str, str]] = [
         ["spec.quantization={prefillAttends: Exact, targets: [RoutedExperts]}", *EXACT],
         "spec.quantization.prefillAttends",
         "keys and values are not quantised, so it changes nothing; remove it, or write spec.quant",
-    ),
-    (
-        ["spec.rollout={engine: SGLang, parallelism: {data: 2}}"],
-        "spec.rollout.parallelism.data",
-        "does not run with SGLang",
     ),
     (["spec.observe.baselineEvery=2"], "spec.observe.baselineEvery", "or spec.algorithm.maxVersionDiff: 0"),
     (

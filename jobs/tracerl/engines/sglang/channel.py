@@ -81,6 +81,9 @@ class ServerEnd:
         """What schedulers said first, in the order in which they came."""
         self.on_message: Callable[[dict[str, Any]], None] = lambda _: None
         """What is done with a message that is no reply."""
+        self.on_lost: Callable[[], None] = lambda: None
+        """What is done when a scheduler is gone."""
+        self._closed = False
 
     async def start(self) -> None:
         """Take what came and comes."""
@@ -109,6 +112,7 @@ class ServerEnd:
 
     def close(self) -> None:
         """Let go of all connections."""
+        self._closed = True
         self._listener.close()
         for writer in self._writers:
             writer.close()
@@ -120,6 +124,8 @@ class ServerEnd:
                 self._take(json.loads(line))
         except (ConnectionError, ValueError) as error:
             _log.error("a scheduler's recorder is lost: %s", error)
+        if not self._closed:
+            self.on_lost()
 
     def _take(self, message: dict[str, Any]) -> None:
         if "hello" in message:

@@ -11,6 +11,7 @@ Exact`` a prefill attends its own as they are, and they are stored quantised aft
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import sys
@@ -93,6 +94,7 @@ class Plugin:
             (seams.EXPERTS, self._around_experts, HookType.AROUND),
             (seams.ATTENTION, self._around_attention, HookType.AROUND),
             (seams.FORWARD_END, self._around_forward_end, HookType.AROUND),
+            (seams.GATHER, self._after_gather, HookType.AFTER),
             (seams.RUN, self._before_run, HookType.BEFORE),
             (seams.PREFILLED, self._around_results, HookType.AROUND),
             (seams.DECODED, self._around_results, HookType.AROUND),
@@ -119,6 +121,7 @@ class Plugin:
             HookRegistry.register(seam.target, function, kind)
         if not torch.cuda.is_available():
             _use_plain_host_memory()
+            _pad_sequences()
 
     # -- the model is there -------------------------------------------------------------------------------
 
@@ -141,6 +144,10 @@ class Plugin:
     def _before_run(self, _scheduler: Any, batch: Any, *_args: Any, **_options: Any) -> None:
         if self._scheduler_side is not None:
             self._scheduler_side.begin_pass(batch.reqs)
+
+    def _after_gather(self, _result: None, batch: Any, _runner: Any) -> None:
+        if self._scheduler_side is not None:
+            self._scheduler_side.gather(batch)
 
     def _around_experts(self, original: Callable[..., Any], layer: Any, dispatch_output: Any) -> Any:
         side = self._scheduler_side
@@ -309,6 +316,24 @@ class _Update:
     version: str | None
 
 
+@dataclass(frozen=True)
+class _Gathered:
+    """Which rows of a forward pass are whose, where DP attention brings those of all ranks to the experts.
+
+    The others are padding: what it holds means nothing, may be NaN, and is thrown away.
+    """
+
+    own: slice
+    others: Tensor
+    """int64 [rows]"""
+
+    @property
+    def count(self) -> int:
+        """Rows of this rank; they are the first where rows of other ranks are not."""
+        rows: int = self.own.stop - self.own.start
+        return rows
+
+
 class _Output:
     """Rows of a forward pass on their way to the host, with what SGLang itself copies there.
 
@@ -343,7 +368,9 @@ class _Scheduler:
         self._resolved, self._name = resolved, name
         self._serving, self._health_prefix = get_serving, HEALTH_CHECK_RID_PREFIX
         self._runner, self._expert_width = runner, shape.expert_hidden
-        self._part, self._parts = get_parallel().tp_rank, get_parallel().tp_size
+        self._rank, self._ranks = get_parallel().tp_rank, get_parallel().tp_size
+        self._part, self._parts = get_parallel().attn_tp_rank, get_parallel().attn_tp_size
+        self._gathered: _Gathered | None = None
         method = plan(spec, shape)
         table = site_table(shape, spec)
         self._audit = self._audit_table(shape, resolved)
@@ -408,8 +435,8 @@ class _Scheduler:
         self._channel.send(
             {
                 "hello": {
-                    "rank": self._part,
-                    "ranks": self._parts,
+                    "rank": self._rank,
+                    "ranks": self._ranks,
                     "table": table.digest,
                     "slots": slots,
                     "bytes": self.recorder.bytes,
@@ -440,18 +467,45 @@ class _Scheduler:
 
     def begin_pass(self, requests: Sequence[Any]) -> None:
         """Say whose rows the next forward pass computes: those of requests without records are not kept."""
+        self._gathered = None
         if isinstance(self._capture, NativeCapture):
             return
         self._recording = any(self._recorded(request) for request in requests)
         audited = slice(None) if self._audit is not None and self._recording else None
         self._capture.begin(audited, recording=self._recording)
 
+    def gather(self, batch: Any) -> None:
+        """Say where the rows of the pass lie among those of all ranks, each rank's padded as SGLang says."""
+        from sglang.srt.layers.dp_attention import dp_slot_in  # noqa: PLC0415
+
+        counts, padded = batch.original_global_num_tokens_cpu, batch.global_num_tokens_cpu
+        starts = itertools.accumulate(padded, initial=0)
+        rows = [slice(start, start + count) for start, count in zip(starts, counts, strict=False)]
+        own = rows.pop(dp_slot_in(counts))
+        self._gathered = _Gathered(own, torch.cat([torch.arange(one.start, one.stop) for one in rows]))
+
+    def _of_all_ranks(
+        self, kind: SiteKind, layer: int, record: Callable[[int, Tensor], Tensor], x: Tensor
+    ) -> Tensor:
+        """Quantise what the experts are given: rows that are this rank's own are recorded as well."""
+        if self._gathered is None:
+            return record(layer, x)
+        out, own, others = x.clone(), self._gathered.own, self._gathered.others.to(x.device)
+        if self._gathered.count:
+            out[own] = record(layer, x[own])
+        if len(others):
+            out[others] = self._emulated.round(layer, kind, x[others])
+        return out
+
     def experts(self, original: Callable[..., Any], layer: Any, dispatch_output: Any) -> Any:
         """Compute the routed experts on their quantised input, and quantise the second one where wanted."""
         x: Tensor = dispatch_output.hidden_states
-        x = self._finite(lambda x: self._emulated.expert_input(layer.layer_id, x), x)
+        capture, number = self._emulated, layer.layer_id
+        x = self._finite(
+            lambda x: self._of_all_ranks(SiteKind.EXPERT_INPUT, number, capture.expert_input, x), x
+        )
         dispatch_output = dispatch_output._replace(hidden_states=x)
-        if not self._capture.rounds_fc2:
+        if not capture.rounds_fc2:
             return original(layer, dispatch_output=dispatch_output)
         from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput  # noqa: PLC0415
 
@@ -462,7 +516,9 @@ class _Scheduler:
             self._activation = SiluAndMul()
 
         def second_input(x: Tensor) -> Tensor:
-            return self._finite(lambda x: self._emulated.fc2_input(layer.layer_id, x), x)
+            return self._finite(
+                lambda x: self._of_all_ranks(SiteKind.FC2_INPUT, number, capture.fc2_input, x), x
+            )
 
         out = experts_forward(
             layer,
@@ -477,13 +533,19 @@ class _Scheduler:
 
     def key_value(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Quantise keys after norm and rotation, and values."""
-        rows = k.shape[0]
+        rows = k.shape[0] if self._gathered is None else self._gathered.count
+        if rows == 0:
+            return k, v
         try:
-            out_k, out_v = self._emulated.key_value(layer, k.reshape(rows, -1), v.reshape(rows, -1))
+            out = self._emulated.key_value(layer, k[:rows].reshape(rows, -1), v[:rows].reshape(rows, -1))
         except NonFiniteError as error:
             self._break(error)
             return k, v
-        return out_k.reshape(k.shape), out_v.reshape(v.shape)
+        out_k, out_v = (
+            torch.cat([part.reshape(whole[:rows].shape), whole[rows:]])
+            for part, whole in zip(out, (k, v), strict=True)
+        )
+        return out_k, out_v
 
     def store_key_value(self, layer: Any, batch: Any, k: Tensor, v: Tensor) -> None:
         """Put quantised keys and values where a prefill has just stored, and attended, exact ones."""
@@ -523,17 +585,18 @@ class _Scheduler:
         slots = batch.out_cache_loc_virtual
         if slots is None:
             slots = batch.out_cache_loc
+        rows = slots.shape[0] if self._gathered is None else self._gathered.count
+        slots = slots[:rows]
         if not self._recording:
             self.recorder.leave_out(slots.cpu().numpy().astype(np.int64))
             return None
-        rows = slots.shape[0]
         version = self._version()
         if self._routed:
             ids = capturer._get_local_slice(batch, can_run_graph, cuda_graph_batch)[:rows]
             for layer in self._routed:
                 self._capture.routes(layer, ids[:, layer].clone())
         if self.exact_prefill:
-            self._emulated.exact_from(self._first_attention, _exact_from(batch))
+            self._emulated.exact_from(self._first_attention, _exact_from(batch)[:rows])
         captured: list[Captured] | None = None
         if rows:
             try:
@@ -648,9 +711,9 @@ class _Scheduler:
         updater._session = structs.replace(updater._session, loaded_weights=True)
         updater.record_weight_version_after_update(update.version)
         if not updater.flush_cache(empty_cache=True):
-            return "requests are still running or queued, so that old keys and values stay; pause first"
+            problem = "requests are still running or queued, so that old keys and values stay; pause first"
         self.recorder.invalidate()
-        return None
+        return first_problem(problem)
 
     # -- what the server asks -----------------------------------------------------------------------------
 
@@ -673,6 +736,7 @@ class _Scheduler:
     def _stats(self) -> dict[str, Any]:
         stats = self.recorder.stats
         return {
+            "part": self._part,
             "retracted": stats.retracted,
             "reprefilled_rows": stats.reprefilled_rows,
             "unrecorded_rows": stats.unrecorded_rows,
@@ -753,6 +817,17 @@ def _end_session(updater: Any) -> None:
 def _never(*_args: Any, **_options: Any) -> bool:
     """Say no: a fused kernel that writes K and V into the cache would write them unquantised."""
     return False
+
+
+def _pad_sequences() -> None:
+    """Let SGLang's attention in plain torch say how long padding is, as its attention for AMX does.
+
+    DP attention asks for it on CPUs, also without graphs.
+    """
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend  # noqa: PLC0415
+
+    backend: Any = TorchNativeAttnBackend
+    backend.get_cpu_graph_seq_len_fill_value = lambda _self: 1
 
 
 def _use_plain_host_memory() -> None:

@@ -1,7 +1,8 @@
-"""What the tensor-parallel ranks of one engine have to decide alike.
+"""What the ranks of one engine have to decide alike.
 
-Every rank runs a scheduler of its own over the same requests. Should one of them admit or refuse what another
-does not, both wait for each other for ever. All ranks call these functions at the same point.
+Every rank runs a scheduler of its own. Tensor-parallel ranks have the same requests: should one of them admit
+or refuse what another does not, both wait for each other for ever. With DP attention there are several units
+of such ranks, of other requests each; weights are those of all. All who are concerned call at the same point.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ _PROBLEM_BYTES = 1_000
 
 
 def any_rank(flag: bool) -> bool:
-    """Tell whether the flag is set on some rank."""
-    group = _group()
+    """Tell whether the flag is set on some rank of those that have the same requests."""
+    group = _parallel().attn_tp_group
     if group.world_size == 1:
         return flag
     flags = torch.tensor([flag], dtype=torch.int32)
@@ -24,8 +25,8 @@ def any_rank(flag: bool) -> bool:
 
 
 def first_problem(problem: str | None) -> str | None:
-    """Give the problem of the first rank that has one, at most 1,000 bytes of it."""
-    group = _group()
+    """Give the problem of the first of all ranks that has one, at most 1,000 bytes of it."""
+    group = _parallel().tp_group
     if group.world_size == 1:
         return problem
     text = (problem or "").encode()[:_PROBLEM_BYTES]
@@ -36,7 +37,7 @@ def first_problem(problem: str | None) -> str | None:
     return next(filter(None, texts), None)
 
 
-def _group() -> Any:
+def _parallel() -> Any:
     from sglang.srt.runtime_context import get_parallel  # noqa: PLC0415
 
-    return get_parallel().tp_group
+    return get_parallel()

@@ -46,6 +46,10 @@ FORWARD_END = Seam(
     "state_capturer.routed_experts.RoutedExpertsCapturer.on_forward_end",
     ("self", "forward_batch", "can_run_graph", "cuda_graph_batch", "no_copy_to_cpu"),
 )
+GATHER = Seam(
+    "model_executor.forward_batch_info.ForwardBatch.prepare_mlp_sync_batch", ("self", "model_runner")
+)
+"""Called with DP attention alone."""
 RUN = Seam("managers.scheduler.Scheduler.run_batch", ("self", "batch"))
 PREFILLED = Seam(_PROCESSOR + "process_batch_result_prefill", ("self", "batch", "result"))
 DECODED = Seam(_PROCESSOR + "process_batch_result_decode", ("self", "batch", "result"))
@@ -67,6 +71,7 @@ HOOKED = (
     EXPERTS,
     ATTENTION,
     FORWARD_END,
+    GATHER,
     RUN,
     PREFILLED,
     DECODED,
@@ -92,6 +97,8 @@ CALLED = (
     ),
     Seam(_UPDATER + "record_weight_version_after_update", ("self", "weight_version")),
     Seam("state_capturer.routed_experts.RoutedExpertsCapturer._get_local_slice", ("self", "forward_batch")),
+    Seam("layers.dp_attention.dp_slot_in", ("per_rank",)),
+    Seam("layers.attention.torch_native_backend.TorchNativeAttnBackend.forward_decode", ("forward_batch",)),
     Seam("mem_cache.memory_pool.KVWriteLoc.for_batch", ("forward_batch",)),
     Seam(
         "mem_cache.memory_pool.MHATokenToKVPool.set_kv_buffer",

@@ -85,11 +85,12 @@ class SGLangServer:
             vocab=shape.vocab,
         )
         wanted = spec.algorithm.max_prompt_tokens + spec.algorithm.max_response_tokens
-        self.max_tokens = min(wanted, shape.context, spec.rollout.kv_cache_tokens)
+        sizes = spec.rollout.parallelism
+        self.max_tokens = min(wanted, shape.context, spec.rollout.kv_cache_tokens // sizes.data)
         self.run_id: str | None = None
         self.version: int | None = None
         self.failure: Broken | None = None
-        self._ranks = spec.rollout.parallelism.tensor
+        self._ranks, self._parts = sizes.ranks, sizes.tensor
         self._native = spec.rollout.numerics is NumericsBackend.NATIVE
         self._active: set[str] = set()
         self._paused = False
@@ -103,6 +104,8 @@ class SGLangServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._channel = ServerEnd(directory / "recorder")
         self._channel.on_message = self._take
+        # As SGLang does when one of its processes ends; it does not watch those of a unit.
+        self._channel.on_lost = lambda: os.kill(os.getpid(), signal.SIGQUIT)
         os.environ[SOCKET_VARIABLE] = str(directory / "recorder")
         os.environ[JOB_VARIABLE] = str(directory / "job.yaml")
         os.environ[NAME_VARIABLE] = resolved.endpoints.rollout[index].name
@@ -214,7 +217,7 @@ class SGLangServer:
             # Who records takes no prefix from the cache that was computed without records.
             extra_key=["" if self._records_of(ask) else RECORD for ask in asks],
         )
-        self._records.update({id: _Records(self._ranks) for id in ids})
+        self._records.update({id: _Records(self._parts) for id in ids})
         self._active.update(ids)
         try:
             answers: list[dict[str, Any]] = []
@@ -289,7 +292,11 @@ class SGLangServer:
 
     async def flush(self) -> str | None:
         """Forget cached prefixes."""
-        flushed: bool = (await self._manager.flush_cache()).success
+        from sglang.srt.managers.io_struct import FlushCacheReqInput  # noqa: PLC0415
+
+        # SGLang's own method tells what one of the schedulers says.
+        answers = await self._manager.flush_cache_communicator(FlushCacheReqInput())
+        flushed = all(answer.success for answer in answers)
         return None if flushed else "the cache cannot be flushed now; pause generation first"
 
     # -- weights ------------------------------------------------------------------------------------------
@@ -438,10 +445,10 @@ def _processes() -> list[Any]:
 
 
 class _Records:
-    """What the schedulers said about one request."""
+    """What the schedulers that have a request said about it: tensor-parallel ranks, a part each."""
 
-    def __init__(self, ranks: int) -> None:
-        self._missing = ranks
+    def __init__(self, parts: int) -> None:
+        self._missing = parts
         self.entries: list[RecordEntry] = []
         self.seconds: dict[str, float] = {}
         self.done = asyncio.Event()
@@ -484,7 +491,8 @@ async def _to_the_end(call: Coroutine[Any, Any, _T]) -> _T:
 
 def _problem(answer: Sequence[Any]) -> str | None:
     """What SGLang says of a call that is about weights: success, a message, and sometimes more."""
-    return None if answer[0] else str(answer[1])
+    # What all ranks say alike comes once a scheduler that answers.
+    return None if answer[0] else " | ".join(dict.fromkeys(str(answer[1]).split(" | ")))
 
 
 def _text(version: int | None) -> str | None:
@@ -503,17 +511,20 @@ def _values(server: SGLangServer, stats: Sequence[Mapping[str, Any]]) -> Values:
     # Ranks of one engine put into the same store and count for themselves.
     sinks = [one["sink"] for one in stats]
     state = (sinks[0][0], dict(_sum(sink[1] for sink in sinks))) if sinks and all(sinks) else None
+    # Ranks that have the same requests count them alike.
+    units = [one for one in stats if one["part"] == 0]
     return {
         **sink_values(state, summed("dropped")),
         "tracerl_records_written_bytes_total": known(lambda: summed("written")),
         "tracerl_generated_tokens_total": {"": server.generated_tokens},
         "tracerl_rollout_running_requests": {"": server.running},
         "tracerl_rollout_queued_requests": {"": server.queued},
-        "tracerl_rollout_kv_cache_tokens": known(lambda: {"": stats[0]["kv_tokens"]}),
-        # Every rank counts these alike.
-        "tracerl_rollout_retracted_total": known(lambda: dict(stats[0]["retracted"])),
-        "tracerl_rollout_reprefilled_rows_total": known(lambda: dict(stats[0]["reprefilled_rows"])),
-        "tracerl_rollout_admission_stalls_total": known(lambda: {"": stats[0]["stalls"]}),
+        "tracerl_rollout_kv_cache_tokens": known(lambda: {"": sum(one["kv_tokens"] for one in units)}),
+        "tracerl_rollout_retracted_total": known(lambda: _sum(one["retracted"] for one in units)),
+        "tracerl_rollout_reprefilled_rows_total": known(
+            lambda: _sum(one["reprefilled_rows"] for one in units)
+        ),
+        "tracerl_rollout_admission_stalls_total": known(lambda: {"": sum(one["stalls"] for one in units)}),
         "tracerl_rollout_weight_version": {} if server.version is None else {"": server.version},
     }
 
@@ -598,7 +609,7 @@ def _prepare_environment(rollout: Rollout, directory: Path) -> None:
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     # Else SGLang wants a NUMA node for each rank. Its own kernels for CPUs alone would bind to these cores.
     cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
-    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join([cores] * rollout.parallelism.tensor)
+    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join([cores] * rollout.parallelism.ranks)
     # PyTorch's package brings an NCCL, which SGLang would open between ranks, on devices that are not there.
     os.environ["SGLANG_NCCL_SO_PATH"] = "none"
     kernels = str(Path(__file__).parent / "cpu_kernels")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import inspect
 import json
+import random
+import socket
 from collections.abc import Iterable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +21,18 @@ _SPARE_TOKENS = 16
 _CHUNK_TOKENS = 4_096
 """Longer prompts are prefilled in several passes."""
 
+_PORTS = range(20_000, 30_000)
+"""Where ports are looked for: below those that systems give to outgoing connections."""
+_PORTS_BESIDE = (0, *range(1, 7), 13)
+"""Those that SGLang uses with DP attention, beside the one that it is told."""
+
 _REFUSED = {
     "speculative_algorithm": "rows of drafted tokens that are thrown away cannot be told from others",
     "enable_hierarchical_cache": "rows of keys and values that leave the device and come back are not kept",
     "enable_lmcache": "rows of keys and values that leave the device and come back are not kept",
     "disaggregation_mode": "prefill and decoding in two servers have their rows apart",
-    "enable_dp_attention": "it cannot take weights by broadcast",
-    "dp_size": "it cannot take weights by broadcast; use spec.rollout.nodes",
+    "enable_dp_attention": "the job says it elsewhere: spec.rollout.parallelism.data",
+    "dp_size": "whole models beside each other take no weights by broadcast; use spec.rollout.nodes",
     "nnodes": "a rollout is on one node",
     "pp_size": "the rows of one token would lie in several processes",
     "attn_cp_size": "the rows of one sequence would lie in several processes",
@@ -47,6 +55,8 @@ def engine_arguments(spec: Spec, shape: ModelShape, directory: Path) -> dict[str
     """
     rollout = spec.rollout
     on_cpu = rollout.gpus_per_node == 0
+    sizes = rollout.parallelism
+    unit_tokens = rollout.kv_cache_tokens // sizes.data
     arguments: dict[str, Any] = {
         "model_path": str(directory),
         "load_format": "dummy",
@@ -58,11 +68,14 @@ def engine_arguments(spec: Spec, shape: ModelShape, directory: Path) -> dict[str
         "sampling_backend": "pytorch",
         # Hooks that quantise decide by values, which a graph cannot.
         "disable_cuda_graph": True,
-        "tp_size": rollout.parallelism.tensor,
-        "ep_size": rollout.parallelism.expert,
-        "max_total_tokens": rollout.kv_cache_tokens + _SPARE_TOKENS,
+        # SGLang's tensor-parallel size is that of the experts: attention has `data` units of these ranks.
+        "tp_size": sizes.ranks,
+        "attn_dp_size": sizes.data,
+        "ep_size": sizes.expert,
+        "max_total_tokens": unit_tokens + _SPARE_TOKENS,
         "max_running_requests": rollout.max_running_requests,
-        "chunked_prefill_size": min(_CHUNK_TOKENS, rollout.kv_cache_tokens),
+        # SGLang gives each unit its part of it.
+        "chunked_prefill_size": sizes.data * min(_CHUNK_TOKENS, unit_tokens),
         "mem_fraction_static": 0.2 if on_cpu else 0.8,
         "enable_return_routed_experts": True,
         "sampling_defaults": "openai",
@@ -72,6 +85,9 @@ def engine_arguments(spec: Spec, shape: ModelShape, directory: Path) -> dict[str
         "enable_metrics": True,
         "log_level": "warning",
     }
+    if sizes.data > 1:
+        # Else every server on this machine would want the same ports.
+        arguments["dist_init_addr"] = f"127.0.0.1:{_free_port()}"
     if rollout.numerics is NumericsBackend.NATIVE:
         arguments |= _NATIVE
     own = arguments.keys() - {"mem_fraction_static", "chunked_prefill_size", "attention_backend", "log_level"}
@@ -105,6 +121,16 @@ def _check_names(names: Iterable[str]) -> None:
             near = nearest(name, known)
             remedy = "remove it" if near is None else f"write {near}"
             raise InputError(f"spec.rollout.engineArgs.{name} is no argument of SGLang's; {remedy}")
+
+
+def _free_port() -> int:
+    """Find a port that is free together with those that SGLang takes beside it."""
+    for first in random.sample(_PORTS, 100):
+        with ExitStack() as taken, suppress(OSError):
+            for beside in _PORTS_BESIDE:
+                taken.enter_context(socket.socket()).bind(("127.0.0.1", first + beside))
+            return first
+    raise InputError("no port from 20000 to 30000 is free on this machine; end what uses them")
 
 
 def write_config(shape: ModelShape, directory: Path, dtype: str) -> None:
