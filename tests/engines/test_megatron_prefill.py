@@ -93,7 +93,8 @@ def test_passes_of_which_the_answer_is_known(starts: str, others: dict[str, obje
 def stage(weights: dict[str, Tensor], given: list[Trajectory], rank: int, _: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     trainer = trainer_of(weights, {"pipeline": 2}, prefillAttends="Exact")
-    logp, gradients = outcome(trainer, [needed(one, trainer.selections) for one in given])
+    longest = max(len(one.tokens) for one in given) - 1
+    logp, gradients = outcome(trainer, [needed(one, trainer.selections, longest) for one in given])
     return {"logp": logp, "gradients": gradients}
 
 
