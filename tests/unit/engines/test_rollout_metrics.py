@@ -129,11 +129,12 @@ def test_a_metric_that_an_exporter_forgot_is_an_error() -> None:
 
 
 def test_sglangs_schedulers_are_summed_and_without_an_answer_not_known() -> None:
-    """Of two ranks: what each counts for itself is added, what they count alike is taken once."""
+    """What each rank counts for itself is added; what those of one unit count alike is taken once."""
     server: Any = SimpleNamespace(generated_tokens=90, running=2, queued=0, version=4)
 
-    def rank(uploads: int) -> dict[str, Any]:
+    def rank(uploads: int, part: int) -> dict[str, Any]:
         return {
+            "part": part,
             "sink": [512, {"uploads_ok": uploads, "lost_frames": 1}],
             "dropped": {"full": 2},
             "written": {"record": 100},
@@ -143,7 +144,7 @@ def test_sglangs_schedulers_are_summed_and_without_an_answer_not_known() -> None
             "stalls": 1,
         }
 
-    found = shown(sglang_values(server, [rank(4), rank(6)]))
+    found = shown(sglang_values(server, [rank(4, 0), rank(6, 1)]))
     assert found["tracerl_object_uploads_total"] == {("ok",): 10.0, ("failed",): 0.0}
     assert found["tracerl_records_dropped_total"]["full",] == 4.0
     assert found["tracerl_records_dropped_total"]["lost",] == 2.0
@@ -151,6 +152,12 @@ def test_sglangs_schedulers_are_summed_and_without_an_answer_not_known() -> None
     assert found["tracerl_records_held_bytes"] == {(): 512.0}
     assert found["tracerl_rollout_retracted_total"] == {("memory",): 3.0, ("weights",): 0.0}
     assert found["tracerl_rollout_admission_stalls_total"] == {(): 1.0}
+    units = shown(sglang_values(server, [rank(1, part) for part in (0, 1, 0, 1)]))
+    assert units["tracerl_object_uploads_total"]["ok",] == 4.0
+    assert units["tracerl_rollout_kv_cache_tokens"] == {(): 14.0}
+    assert units["tracerl_rollout_retracted_total"]["memory",] == 6.0
+    assert units["tracerl_rollout_reprefilled_rows_total"]["weights",] == 10.0
+    assert units["tracerl_rollout_admission_stalls_total"] == {(): 2.0}
 
     silent = shown(sglang_values(server, []))
     known = {name for name, samples in silent.items() if samples}
@@ -159,6 +166,6 @@ def test_sglangs_schedulers_are_summed_and_without_an_answer_not_known() -> None
         *("tracerl_rollout_queued_requests", "tracerl_rollout_weight_version"),
     }
     # One rank whose sink cannot say: their sum is not known either.
-    half = shown(sglang_values(server, [rank(4), {**rank(6), "sink": None}]))
+    half = shown(sglang_values(server, [rank(4, 0), {**rank(6, 1), "sink": None}]))
     assert half["tracerl_object_uploads_total"] == half["tracerl_records_dropped_total"] == {}
     assert half["tracerl_records_written_bytes_total"]["record",] == 200.0
