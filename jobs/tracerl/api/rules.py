@@ -688,7 +688,7 @@ def local_ranks(facts: Facts) -> Iterator[Fault]:
     rollout, trainer = facts.spec.rollout, facts.spec.trainer
     servers = rollout.nodes // rollout.nodes_per_replica
     for path, ranks in (
-        ("spec.rollout.parallelism", servers * rollout.parallelism.tensor * rollout.parallelism.data),
+        ("spec.rollout.parallelism", servers * rollout.parallelism.ranks),
         ("spec.trainer.parallelism", trainer.parallelism.ranks),
     ):
         if ranks > LOCAL_RANKS:

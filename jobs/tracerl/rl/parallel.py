@@ -222,7 +222,8 @@ class LeadingEngine:
         lengths = [len(trajectory.tokens) for trajectory in batch.trajectories]
         dealt = deal([self._home(trajectory) for trajectory in batch.trajectories], self._nodes, lengths)
         hands = [dealt[unit] for unit in self._units]
-        every = [replace(trajectory, longest=max(lengths) - 1) for trajectory in batch.trajectories]
+        longest = max(lengths, default=1) - 1
+        every = [replace(trajectory, longest=longest) for trajectory in batch.trajectories]
         return hands, [[every[index] for index in hand] for hand in hands]
 
     def _home(self, trajectory: Trajectory) -> str | None:

@@ -60,6 +60,19 @@ class Watched:
         return getattr(self.source, name)
 
 
+def trajectory_of(id: str, rows: int, prompt: int, entries: list[RecordEntry]) -> Trajectory:
+    """A trajectory of so many rows, all of one version; its tokens are all alike."""
+    response = rows + 1 - prompt
+    return Trajectory(
+        id=id,
+        tokens=torch.zeros(rows + 1, dtype=torch.int64),
+        prompt_tokens=prompt,
+        logp_rollout=torch.zeros(response),
+        token_versions=[VERSION] * response,
+        entries=entries,
+    )
+
+
 class World:
     """A rollout's sink and a trainer's source in the same memory."""
 
@@ -124,16 +137,7 @@ class World:
                 self.audit_rows[id] = random_rows(self.audit, rows, f"{id}-audit")
                 whole = self.frame(self.audit, self.audit_rows[id], 0, trajectory=id)
                 entries.insert(0, RecordEntry(whole, 0, 1, 0, rows, audit=True))
-            found.append(
-                Trajectory(
-                    id=id,
-                    tokens=torch.zeros(rows + 1, dtype=torch.int64),
-                    prompt_tokens=PROMPT,
-                    logp_rollout=torch.zeros(rows + 1 - PROMPT),
-                    token_versions=[VERSION] * (rows + 1 - PROMPT),
-                    entries=entries,
-                )
-            )
+            found.append(trajectory_of(id, rows, PROMPT, entries))
         self.settle()
         return found
 
@@ -485,16 +489,7 @@ def in_frames(world: World, lengths: dict[str, int], size: int) -> list[Trajecto
             part = world.rows[id][start : start + size]
             handle = world.frame(world.table, part, start, trajectory=id)
             entries.append(RecordEntry(handle, 0, 1, start, start + len(part)))
-        found.append(
-            Trajectory(
-                id=id,
-                tokens=torch.zeros(rows + 1, dtype=torch.int64),
-                prompt_tokens=size,
-                logp_rollout=torch.zeros(rows + 1 - size),
-                token_versions=[VERSION] * (rows + 1 - size),
-                entries=entries,
-            )
-        )
+        found.append(trajectory_of(id, rows, size, entries))
     world.settle()
     return found
 
