@@ -30,6 +30,8 @@ NO_SCALE = tl.constexpr(1)
 _LARGEST_FP32 = tl.constexpr(3.4028234663852886e38)
 _EXPONENT = tl.constexpr(0x7F800000)
 _SIGN = tl.constexpr(-0x80000000)
+_CODES = tl.constexpr(299)
+"""What `_code` gives for 0."""
 
 
 @triton.jit
@@ -116,65 +118,87 @@ def _factor(scale, back, ORDER: tl.constexpr):
 
 @triton.jit
 def _scaled(x, factor, ORDER: tl.constexpr):
-    """Values [B, 8] under factors [B]."""
-    if ORDER < MODELOPT:
+    """Values [B, 8] under factors [B]; of all packages, torchao alone gives -0 its sign."""
+    if ORDER == TORCHAO:
         y = x * factor[:, None]
+    elif ORDER < MODELOPT:
+        y = tl.fma(x, tl.broadcast_to(factor[:, None], x.shape), 0.0)
     else:
-        y = tl.div_rn(x, tl.broadcast_to(factor[:, None], x.shape))
+        y = tl.div_rn(x, tl.broadcast_to(factor[:, None], x.shape)) + 0.0
     return y
 
 
 @triton.jit
-def _nearest(v):
-    """Round FP32 magnitudes v <= 6 to E2M1.
+def _saturated(y, SIGNED: tl.constexpr):
+    """Values or magnitudes, at most 6."""
+    if SIGNED:
+        v = tl.clamp(y, -6.0, 6.0)
+    else:
+        v = tl.minimum(tl.abs(y), 6.0)
+    return v
 
-    Gives the octave of v, at least 1; the pattern of a sum whose lowest bits are the code's; and the value.
+
+@triton.jit
+def _nearest(v):
+    """Round FP32 -6 <= v <= 6 to E2M1.
+
+    Gives the octave of v, at least 1; the pattern of a sum whose lowest bit is the code's; and the value.
     """
     octave = _float(tl.maximum(_bits(v) & _EXPONENT, 0x3F800000))
-    shifted = tl.fma(octave, 4194304.0, v)
-    return octave, _bits(shifted), tl.fma(octave, -4194304.0, shifted)
+    shifted = tl.fma(octave, 6291456.0, v)  # 1.5 * 2^22: the sum stays in its octave whichever sign v has
+    return octave, _bits(shifted), tl.fma(octave, -6291456.0, shifted)
 
 
 @triton.jit
 def _code(shifted):
-    """Code of a magnitude: its steps in the octave, and two for every octave below."""
-    return (shifted + (shifted >> 22) - 298) & 7
+    """Code of a magnitude by its sum, and `_CODES`: steps in the octave, and two for every octave below."""
+    return shifted + (shifted >> 22)
+
+
+@triton.jit
+def _e2m1_value(pattern):
+    """Value of an E2M1 code in bits 22 to 24, as `_e4m3_value`; bit 31 is its sign."""
+    return _float(pattern) * 8.507059173023462e37  # 2^126
 
 
 @triton.jit
 def _moved(
-    v, octave, shifted, nearest, y, record, guided, band, BITS: tl.constexpr, BANDED: tl.constexpr
+    v, octave, shifted, nearest, record, guided, band, BITS: tl.constexpr, BANDED: tl.constexpr
 ):  # fmt: skip
     """Give `nearest`, or the other end of the bracket where guidance takes that.
 
-    `record`: int32, low bits of the rollout's codes, or whole codes at 4 bits; at 1 bit with any bits above.
+    `record`: int32, the rollout's low bits or whole codes, below whatever else; v is signed at 4 bits only.
     """
     beyond = v - nearest
-    eighth = octave * tl.where(guided, 0.0625, 0.0)[:, None]  # of a step; none moves what is not guided
     if BITS == 1:
         # To the end whose low bit is the recorded one; but from 2 to 2.25 and from 4 to 4.5 always the lower,
         # as the nearest odd magnitude is below the bracket. Bits are moved to where they make 2.0 or 0.
         low = shifted << 30
-        threshold = eighth * _float(_bits(v) & ~low & 0x40000000)
+        other = (low ^ (record << 30)) & tl.where(guided, 0x40000000, 0)[:, None]
+        sixteenth = octave * 0.0625
+        threshold = sixteenth * _float(_bits(v) & ~low & 0x40000000)
         # As unsigned patterns the negative are above all thresholds.
         moves = _bits(beyond).to(tl.uint32, bitcast=True) > _bits(threshold).to(tl.uint32, bitcast=True)
-        quarter = eighth * _float((low ^ (record << 30)) & 0x40000000)
+        step = sixteenth * _float(other | (_bits(beyond) & _SIGN))
+        FACTOR: tl.constexpr = 4.0
     else:
         if BITS == 2:
-            # The two magnitudes with these low bits; the middle still belongs to the smaller one.
-            low = record.to(tl.float32) * 0.5
-            high = tl.where(record == 3, 6.0, (record + 2).to(tl.float32))
-            up = (v < low) | ((v > (low + high) * 0.5) & (v < high))
+            # Of the two magnitudes with these low bits; the middle still belongs to the smaller one.
+            low = (record << 22) & 0xC00000
+            high = low | 0x1000000
+            middle = (_float(low) + _float(high)) * 4.253529586511731e37  # 2^125
+            reference = _e2m1_value(tl.where(v > middle, high, low))
         else:
-            magnitude = _float((record & 7) << 22) * 8.507059173023462e37  # 2^126, as `_e4m3_value`
-            up = (((record << 28) ^ _bits(y)) >= 0) & (magnitude > v)
-        moves = ((beyond > 0) & up) | ((beyond < 0) & ~up)
-        quarter = eighth * 2.0
+            reference = _e2m1_value(((record << 22) & 0x1C00000) | ((record << 28) & _SIGN))
+        # A bracket toward the reference, if that is on v's side of `nearest`.
+        width = octave * tl.where(guided, 0.5, 0.0)[:, None]
+        step = tl.clamp(reference - nearest, -width, width)
+        moves = (_bits(beyond) ^ (_bits(step) & _SIGN)) > 0
+        FACTOR: tl.constexpr = 1.0
     if BANDED:
         # By half the octave, which is the width of the bracket.
         moves &= 0.5 - tl.abs(beyond) * _float(0x7F800000 - _bits(octave)) <= band
-    quarter = tl.where(moves, _float(_bits(quarter) | (_bits(beyond) & _SIGN)), 0.0)
-    return tl.fma(quarter, 4.0, nearest)
+    return tl.fma(tl.where(moves, step, 0.0), FACTOR, nearest)
 
 
 @triton.jit
@@ -218,29 +242,63 @@ def _put(out, row_stride, row, block, there, low, high, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _packed(values, BITS: tl.constexpr):
-    """Pack the low `BITS` bits of values int32 [B, N] into bytes, u8 [B, N * BITS / 8]."""
+def _fields(values, PER_BYTE: tl.constexpr):
+    """Put those of int32 [B, N] 4 bits apart that begin the halves of a byte, those behind, and so on.
+
+    Gives [B, bytes, places in a half]. Four bits hold a code, so nothing is cut off before it is shifted.
+    """
+    N: tl.constexpr = values.shape[1] // PER_BYTE
+    half = tl.arange(0, 2) * 4
+    return tl.sum(values.reshape(values.shape[0], N, 2, PER_BYTE // 2) << half[None, None, :, None], 2)
+
+
+@triton.jit
+def _packed(shifted, y, BITS: tl.constexpr):
+    """Pack the low `BITS` bits of the codes of sums int32 [B, N] into bytes, u8 [B, N * BITS / 8]."""
     PER_BYTE: tl.constexpr = 8 // BITS
-    i = tl.arange(0, PER_BYTE) * BITS
-    fields = (values & ((1 << BITS) - 1)).reshape(values.shape[0], values.shape[1] // PER_BYTE, PER_BYTE)
+    if BITS == 1:
+        fields = _fields(shifted, PER_BYTE) & 0x11
+    else:
+        fields = _fields(_code(shifted), PER_BYTE) - _CODES * 17
+        if BITS == 2:
+            fields &= 0x33
+        else:
+            signs = _fields((_bits(y) >> 28) & 8, PER_BYTE)
+            fields = (fields & 0x77) | signs
+    i = tl.arange(0, PER_BYTE // 2) * BITS
     return tl.sum(fields << i[None, None, :], 2).to(tl.uint8)
 
 
 @triton.jit
-def _store_block_bits(out, row_stride, r, n, values, NB: tl.constexpr, BITS: tl.constexpr):
-    """Pack the low `BITS` bits, at most 4, of values int32 [B], one a block, row by row into whole bytes."""
+def _store_block_bits(
+    out, out_stride, last, last_stride, r, n, values, NB: tl.constexpr, BITS: tl.constexpr
+):  # fmt: skip
+    """Store the bits of blocks, int32 [B] each, row by row in whole bytes.
+
+    The low `BITS` of them, at most 3, are packed into `out`, the one above into `last`, unless that is None.
+    """
     GROUP: tl.constexpr = NB if NB < 8 else 8
     GROUPS: tl.constexpr = values.shape[0] // GROUP
-    i = tl.arange(0, GROUP) * BITS
-    fields = (values & ((1 << BITS) - 1)).reshape(GROUPS, GROUP) << i[None, :]
+    i = tl.arange(0, GROUP)
+    # The bytes of eight blocks in one word: first those of `out`.
+    fields = (values & ((1 << BITS) - 1)).reshape(GROUPS, GROUP) << (i * BITS)[None, :]
+    if last is not None:
+        fields |= ((values >> BITS) & 1).reshape(GROUPS, GROUP) << (8 * BITS + i)[None, :]
     word = tl.sum(fields, 1)
-    j = tl.arange(0, GROUP if GROUP > BITS else triton.next_power_of_2(BITS))
+    BYTES: tl.constexpr = triton.next_power_of_2(BITS + 1)
+    j = tl.arange(0, GROUP if GROUP > BYTES else BYTES)
     g = tl.arange(0, GROUPS)
-    row = tl.program_id(0) * (GROUPS * GROUP // NB) + g // (NB // GROUP)
-    byte = (tl.program_id(1) * (NB // GROUP) + g % (NB // GROUP))[:, None] * BITS + j[None, :]
-    there = (row < r)[:, None] & (j < BITS)[None, :] & (byte < (n * BITS + 7) // 8)
-    at = (row.to(tl.int64) * row_stride)[:, None] + byte
-    tl.store(out + at, (word[:, None] >> (8 * j)[None, :]).to(tl.uint8), mask=there)
+    row = (tl.program_id(0) * (GROUPS * GROUP // NB) + g // (NB // GROUP))[:, None]
+    group = (tl.program_id(1) * (NB // GROUP) + g % (NB // GROUP))[:, None]
+    packed = (word[:, None] >> (8 * j)[None, :]).to(tl.uint8)
+    if BITS > 0:
+        at = group * BITS + j[None, :]
+        there = (row < r) & (j < BITS)[None, :] & (at < (n * BITS + 7) // 8)
+        tl.store(out + row.to(tl.int64) * out_stride + at, packed, mask=there)
+    if last is not None:
+        at = group + (j - BITS)[None, :]
+        there = (row < r) & (j == BITS)[None, :] & (at < (n + 7) // 8)
+        tl.store(last + row.to(tl.int64) * last_stride + at, packed, mask=there)
 
 
 @triton.jit
@@ -270,57 +328,44 @@ def _tensor_scales(up, back, decode, row, there, PER_ROW: tl.constexpr):
 
 
 @triton.jit
-def _values(magnitude, y, factor, ORDER: tl.constexpr, CODES: tl.constexpr):
-    """Dequantised values of magnitudes FP32 [B, 8], with y's sign, by factors [B]."""
-    if CODES and ORDER != TORCHAO:
-        y += 0.0
-    return _float(_bits(magnitude) | (_bits(y) & _SIGN)) * factor[:, None]
+def _values(taken, y, factor, SIGNED: tl.constexpr):
+    """Dequantised values of E2M1's FP32 [B, 8], with y's sign if they have none, by factors [B]."""
+    if not SIGNED:
+        taken = _float(_bits(taken) | (_bits(y) & _SIGN))
+    return taken * factor[:, None]
 
 
 @triton.jit
-def _bytes(shifted, y, ORDER: tl.constexpr, BITS: tl.constexpr):
+def _bytes(shifted, y, BITS: tl.constexpr):
     """Codes of sums, one a byte at 8 bits, else packed."""
-    if ORDER != TORCHAO:  # of all packages, it alone gives -0 its sign
-        y += 0.0
-    if BITS == 1:
-        packed = _packed(shifted, 1)
-    elif BITS == 2:
-        packed = _packed(_code(shifted), 2)
-    elif BITS == 4:
-        packed = _packed(_code(shifted) | (_bits(y) >> 28) & 8, 4)
+    if BITS == 8:
+        codes = ((_code(shifted) - _CODES) & 7 | (_bits(y) >> 28) & 8).to(tl.uint8)
     else:
-        packed = (_code(shifted) | (_bits(y) >> 28) & 8).to(tl.uint8)
-    return packed
+        codes = _packed(shifted, y, BITS)
+    return codes
 
 
 @triton.jit
 def _store(
     x, values, codes, codes_stride, row, block, there, n, factor,
-    y_0, magnitude_0, shifted_0, y_1, magnitude_1, shifted_1,
-    ORDER: tl.constexpr, CODE_BITS: tl.constexpr,
+    y_0, taken_0, shifted_0, y_1, taken_1, shifted_1, SIGNED: tl.constexpr, CODE_BITS: tl.constexpr,
 ):  # fmt: skip
     """Store what is wanted of blocks: magnitudes FP32 times `factor` [B], and codes; half by half."""
-    CODES: tl.constexpr = codes is not None
     # Triton 3.6 misplaces some codes of 32-bit blocks that are put together (seen at 2 and 4 guided bits).
     WHOLE: tl.constexpr = x.dtype.element_ty.primitive_bitwidth == 16
     if values is not None:
-        out_0 = _values(magnitude_0, y_0, factor, ORDER, CODES).to(x.dtype.element_ty)
-        out_1 = _values(magnitude_1, y_1, factor, ORDER, CODES).to(x.dtype.element_ty)
+        out_0 = _values(taken_0, y_0, factor, SIGNED).to(x.dtype.element_ty)
+        out_1 = _values(taken_1, y_1, factor, SIGNED).to(x.dtype.element_ty)
         _put(values, n * 16, row, block, there, out_0, out_1, WHOLE)
     if CODE_BITS > 0:
-        bytes_0, bytes_1 = _bytes(shifted_0, y_0, ORDER, CODE_BITS), _bytes(shifted_1, y_1, ORDER, CODE_BITS)
+        bytes_0, bytes_1 = _bytes(shifted_0, y_0, CODE_BITS), _bytes(shifted_1, y_1, CODE_BITS)
         _put(codes, codes_stride, row, block, there, bytes_0, bytes_1, WHOLE)
 
 
 @triton.jit
-def _store_scales(
-    scales, scales_stride, row, block, there, r, n, codes, NB: tl.constexpr, BITS: tl.constexpr
-):  # fmt: skip
-    """Store scale codes int32 [B], or their low bits."""
-    if BITS == 8:
-        tl.store(scales + row.to(tl.int64) * scales_stride + block, codes.to(tl.uint8), mask=there)
-    elif BITS > 0:
-        _store_block_bits(scales, scales_stride, r, n, tl.where(there, codes, 0), NB, BITS)
+def _store_scales(scales, row_stride, row, block, there, codes):
+    """Store whole scale codes int32 [B]."""
+    tl.store(scales + row.to(tl.int64) * row_stride + block, codes.to(tl.uint8), mask=there)
 
 
 @triton.jit(do_not_specialize=["r", "slot"])
@@ -358,16 +403,20 @@ def quantize_kernel(
     scale, scale_code = _block_scale(amax, up, ORDER, x.dtype.element_ty)
     factor = _factor(scale, back, ORDER)
     y_0, y_1 = _scaled(low, factor, ORDER), _scaled(high, factor, ORDER)
-    _, shifted_0, nearest_0 = _nearest(tl.minimum(tl.abs(y_0), 6.0))
-    _, shifted_1, nearest_1 = _nearest(tl.minimum(tl.abs(y_1), 6.0))
+    SIGNED: tl.constexpr = codes is None
+    _, shifted_0, nearest_0 = _nearest(_saturated(y_0, SIGNED))
+    _, shifted_1, nearest_1 = _nearest(_saturated(y_1, SIGNED))
     _store(
         x, values, codes, codes_stride, row, block, there, n, scale * decode,
-        y_0, nearest_0, shifted_0, y_1, nearest_1, shifted_1, ORDER, CODE_BITS,
+        y_0, nearest_0, shifted_0, y_1, nearest_1, shifted_1, SIGNED, CODE_BITS,
     )  # fmt: skip
-    _store_scales(scales, scales_stride, row, block, there, r, n, scale_code, NB, SCALE_BITS)
-    if zero_bits is not None:
-        zero = ((scale_code == 0) & there).to(tl.int32)
-        _store_block_bits(zero_bits, zero_stride, r, n, zero, NB, 1)
+    PACKED_BITS: tl.constexpr = SCALE_BITS % 8
+    if SCALE_BITS == 8:
+        _store_scales(scales, scales_stride, row, block, there, scale_code)
+    if PACKED_BITS > 0 or zero_bits is not None:
+        zero = tl.where(scale_code == 0, 1 << PACKED_BITS, 0)
+        bits = tl.where(there, scale_code & ((1 << PACKED_BITS) - 1) | zero, 0)
+        _store_block_bits(scales, scales_stride, zero_bits, zero_stride, r, n, bits, NB, PACKED_BITS)
 
 
 @triton.jit
@@ -397,7 +446,7 @@ def _toward(
     y, start, there, guided, band, BITS: tl.constexpr, BANDED: tl.constexpr, CODES: tl.constexpr
 ):  # fmt: skip
     """Round scaled values FP32 [B, 8] toward records u8 that begin at `start` [B]: sums, magnitudes."""
-    v = tl.minimum(tl.abs(y), 6.0)
+    v = _saturated(y, BITS % 4 == 0)
     octave, shifted, nearest = _nearest(v)
     if BITS > 0:
         BYTES: tl.constexpr = y.shape[1] * BITS // 8
@@ -405,11 +454,9 @@ def _toward(
         packed = tl.load(at, mask=there[:, None], other=0).to(tl.int32)
         i = tl.arange(0, 8 // BITS) * BITS
         record = (packed[:, :, None] >> i[None, None, :]).reshape(y.shape[0], y.shape[1])
-        if BITS > 1:
-            record &= (1 << BITS) - 1
-        nearest = _moved(v, octave, shifted, nearest, y, record, guided, band, BITS, BANDED)
-        if CODES:
-            _, shifted, _ = _nearest(nearest)
+        nearest = _moved(v, octave, shifted, nearest, record, guided, band, BITS, BANDED)
+    if CODES:
+        _, shifted, _ = _nearest(tl.abs(nearest))
     return shifted, nearest
 
 
@@ -480,9 +527,10 @@ def guided_kernel(
     shifted_1, taken_1 = _toward(y_1, start, there, guided, band, GUIDE_BITS, BANDED, codes is not None)
     _store(
         x, values, codes, n * 16, row, block, there, n, scale * decode,
-        y_0, taken_0, shifted_0, y_1, taken_1, shifted_1, ORDER, CODE_BITS,
+        y_0, taken_0, shifted_0, y_1, taken_1, shifted_1, GUIDE_BITS % 4 == 0 and CODE_BITS == 0, CODE_BITS,
     )  # fmt: skip
-    _store_scales(scales, n, row, block, there, r, n, scale_code, NB, CODE_BITS)
+    if scales is not None:
+        _store_scales(scales, n, row, block, there, scale_code)
 
 
 @triton.jit
