@@ -172,7 +172,8 @@ def recorded(
                 TrajectoryRecords(
                     table=table,
                     n_rows=len(part),
-                    rows=part,
+                    # As the loader of a job leaves them.
+                    rows=part.pin_memory(),
                     present=torch.ones((len(part), len(table.sites)), dtype=torch.bool),
                     versions=torch.zeros(len(part), dtype=torch.int32),
                     zero_blocks=torch.zeros((0, 3), dtype=torch.int64),

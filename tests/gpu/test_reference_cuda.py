@@ -251,6 +251,27 @@ def test_what_was_looked_ahead_for_changes_nothing(rollout):
         assert torch.equal(found, expected)
 
 
+def test_tensors_are_joined_on_the_way_to_the_gpu():
+    """Page-locked ones, others, parts of one, empty ones; also where the host lets go of them at once."""
+    parts = [torch.randint(256, (n, 3), dtype=torch.uint8) for n in (0, 7, 1, 4_000_000, 5)]
+    expected = torch.cat([*parts, parts[3][9:2_000_000]])
+    uploads = Uploads("cuda")
+    locked = parts[3].pin_memory()
+    there = uploads.put(*parts[:3], locked, parts[4], locked[9:2_000_000])
+    del locked
+    torch.zeros((4_000_000, 3), dtype=torch.uint8, pin_memory=True)  # would have its memory
+    uploads.join()
+    assert torch.equal(there.cpu(), expected)
+
+
+def test_a_page_locked_record_is_uploaded_from_where_it_is(rollout):
+    wanted = asks(1)
+    one = rollout(whole(spec_of(dtype="BFloat16")))
+    (trajectory,) = trajectories_of(one, wanted, one.generate(*wanted), audit=True)
+    assert trajectory.records.rows.is_pinned()
+    assert trajectory.audit.rows.is_pinned()
+
+
 @pytest.mark.parametrize("guided", [True, False])
 def test_a_pass_waits_for_nothing(rollout, guided):
     """From records to logits and back to gradients, nothing stops until the GPU has computed something."""

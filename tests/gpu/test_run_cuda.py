@@ -66,6 +66,20 @@ def test_steps_are_compared_by_what_they_take_of_the_gpu(tmp_path: Path):
         assert pair["step_seconds"] >= pair["recorded_seconds"] > 0
 
 
+def test_methods_are_compared_on_the_gpu(tmp_path: Path):
+    manifest, out = tmp_path / "job.yaml", tmp_path / "both"
+    manifest.write_text(MANIFEST)
+    changes = ("--set", "spec.algorithm.steps=2")
+    command = ("compare", manifest, "--methods", "BF16,QAT,TRACE", *changes, "--out", out)
+    done = tracerl(*command, TRACERL_CACHE=str(tmp_path / "cache"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Gap at equal weights" in done.stdout
+    assert (out / "report.html").exists()
+    first = {arm: steps_of(out / f"{arm}-seed1")[0] for arm in ("bf16", "qat", "trace")}
+    gaps = {arm: (step["gap_guided"] or step["gap_unguided"])["mean"] for arm, step in first.items()}
+    assert max(gaps["bf16"], gaps["trace"]) < gaps["qat"]
+
+
 def test_a_machine_whose_gpus_are_hidden_is_one_sentence(tmp_path: Path):
     manifest, out = tmp_path / "job.yaml", tmp_path / "run"
     manifest.write_text(MANIFEST)

@@ -90,7 +90,7 @@ class GpuTime:
 
 
 class Uploads:
-    """Host tensors on their way to a device, beside what it computes: pinned, and on a stream of their own.
+    """Host tensors on their way to a device, beside what it computes: page-locked, on a stream of their own.
 
     What `put` gives may be used after `join`. On a CPU tensors stay where they are.
     """
@@ -100,12 +100,20 @@ class Uploads:
         self._stream = stream_on(self.device)
         self._pending: list[Tensor] = []
 
-    def put(self, tensor: Tensor) -> Tensor:
-        """Begin to copy a tensor."""
+    def put(self, *parts: Tensor) -> Tensor:
+        """Begin to copy tensors [n, …], one behind the other along their rows.
+
+        What is page-locked is copied from where it is; the rest is copied on the host before.
+        """
         if self._stream is None:
-            return tensor
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+        size = sum(len(part) for part in parts), *parts[0].shape[1:]
         with torch.cuda.stream(self._stream):
-            there = to_device(tensor, self.device)
+            there = torch.empty(size, dtype=parts[0].dtype, device=self.device)
+            start = 0
+            for part in parts:
+                there[start : start + len(part)].copy_(part.pin_memory(), non_blocking=True)
+                start += len(part)
         self._pending.append(there)
         return there
 

@@ -14,8 +14,8 @@ from tracerl.records.rows import unpack_routes, unpack_starts
 from tracerl.records.sites import Site, SiteTable
 
 
-def _stay(tensor: Tensor) -> Tensor:
-    return tensor
+def _stay(*parts: Tensor) -> Tensor:
+    return torch.cat(parts)
 
 
 class RecordStream:
@@ -30,9 +30,9 @@ class RecordStream:
         table: SiteTable,
         records: Sequence[TrajectoryRecords | None],
         lengths: Sequence[int],
-        put: Callable[[Tensor], Tensor] = _stay,
+        put: Callable[..., Tensor] = _stay,
     ) -> None:
-        """`put` gives a tensor of the host where the stream is wanted."""
+        """`put` takes tensors of the host and gives them where the stream is wanted, one behind the other."""
         self.table = table
         usable = [
             record
@@ -42,22 +42,23 @@ class RecordStream:
         ]
         sites = len(table.sites)
 
-        def joined(of: Callable[[TrajectoryRecords], Tensor], absent: Callable[[int], Tensor]) -> Tensor:
-            parts = (absent(n) if r is None else of(r) for r, n in zip(usable, lengths, strict=True))
-            return torch.cat([absent(0), *parts])
+        def parts(of: Callable[[TrajectoryRecords], Tensor], absent: Callable[[int], Tensor]) -> list[Tensor]:
+            known = (absent(n) if r is None else of(r) for r, n in zip(usable, lengths, strict=True))
+            return [absent(0), *known]
 
+        # By far the most bytes: put as they are, without a copy of all on the host.
         self.rows: Tensor = put(
-            joined(lambda r: r.rows, lambda n: torch.zeros((n, table.row_bytes), dtype=torch.uint8))
+            *parts(lambda r: r.rows, lambda n: torch.zeros((n, table.row_bytes), dtype=torch.uint8))
         )
         """uint8 [N, row_bytes]."""
-        self.host_present: Tensor = joined(
-            lambda r: r.present, lambda n: torch.zeros((n, sites), dtype=torch.bool)
+        self.host_present: Tensor = torch.cat(
+            parts(lambda r: r.present, lambda n: torch.zeros((n, sites), dtype=torch.bool))
         )
         """bool [N, sites], on the host: to count without waiting for a device."""
         self.present: Tensor = put(self.host_present)
         """bool [N, sites]."""
-        self.host_versions: Tensor = joined(
-            lambda r: r.versions, lambda n: torch.full((n,), -1, dtype=torch.int32)
+        self.host_versions: Tensor = torch.cat(
+            parts(lambda r: r.versions, lambda n: torch.full((n,), -1, dtype=torch.int32))
         )
         """int32 [N], -1 where no site is present; on the host."""
         self.versions: Tensor = put(self.host_versions)
@@ -79,7 +80,7 @@ class RecordStream:
                 self._zero_blocks[index] = put(zero)
         self._scales: Tensor | None = None
         if any(site.tensor_scale == TensorScaleRule.PER_VERSION for site in table.sites):
-            self._scales = put(joined(_version_scales, lambda n: torch.zeros((n, sites))))
+            self._scales = put(*parts(_version_scales, lambda n: torch.zeros((n, sites))))
 
     def bytes_of(self, site: Site) -> Tensor:
         """Packed bytes of one site, uint8 [N, site.row_bytes], a view."""

@@ -156,6 +156,7 @@ def assemble(
     reprefill: Reprefill = Reprefill.AS_SAMPLED,
     opened: MutableMapping[Handle, Frame] | None = None,
     needed: NDArray[np.bool_] | None = None,
+    page_locked: bool = False,
 ) -> TrajectoryRecords:
     """Put the frames of one trajectory together; entries whose `audit` is not the table's are left out.
 
@@ -163,9 +164,10 @@ def assemble(
     `trajectory` is the id that frames (other than prefixes) must carry. `fetch` returns the bytes of a handle
     and may raise TraceRLError or OSError when it cannot. `opened` holds frames that were verified under the
     same table before; prefixes that are fetched are added to it as copies, since other trajectories may share
-    them. `needed` bool [tokens - 1, sites] says what is missing when it is absent; None: everything is. Bad
-    records never raise: their rows are missing. A trajectory without a response token (aborted) needs no
-    rows, so none are present and none missing. ValueError when the counts contradict each other.
+    them. `needed` bool [tokens - 1, sites] says what is missing when it is absent; None: everything is. With
+    `page_locked` the rows are in memory that a GPU copies from without the host. Bad records never raise:
+    their rows are missing. A trajectory without a response token (aborted) needs no rows, so none are present
+    and none missing. ValueError when the counts contradict each other.
     """
     if not 0 <= prompt_tokens <= tokens or len(token_versions) != tokens - prompt_tokens:
         raise ValueError(
@@ -175,7 +177,7 @@ def assemble(
     if token_versions and not 0 <= min(token_versions) <= max(token_versions) < 2**31:
         raise ValueError("a policy version is a number from 0 to 2**31 - 1")
     required = required_versions(tokens, prompt_tokens, token_versions, reprefill)
-    work = _Assembly(table, required, {} if opened is None else opened)
+    work = _Assembly(table, required, {} if opened is None else opened, page_locked=page_locked)
     if token_versions:
         for entry in entries:
             if entry.audit is table.audit:
@@ -198,13 +200,25 @@ class _Assembly:
     """
 
     def __init__(
-        self, table: SiteTable, required: NDArray[np.int32], opened: MutableMapping[Handle, Frame]
+        self,
+        table: SiteTable,
+        required: NDArray[np.int32],
+        opened: MutableMapping[Handle, Frame],
+        *,
+        page_locked: bool,
     ) -> None:
         self.table = table
         self.required = required
         self.opened = opened
         n, sites = len(required), len(table.sites)
-        self.rows = np.zeros((n, table.row_bytes), dtype=np.uint8)
+        size = n, table.row_bytes
+        # NumPy's zeros take no memory before they are written to.
+        self.tensor = (
+            torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+            if page_locked
+            else torch.from_numpy(np.zeros(size, dtype=np.uint8))
+        )
+        self.rows: NDArray[np.uint8] = self.tensor.numpy()
         self.fault = np.zeros(n, dtype=np.uint8)
         self.frames_held = np.zeros(n, dtype=np.int32)
         # Only parts need these: a frame that holds everything is the usual case.
@@ -340,7 +354,7 @@ class _Assembly:
         return TrajectoryRecords(
             table=self.table,
             n_rows=len(self.required),
-            rows=torch.from_numpy(self.rows),
+            rows=self.tensor,
             present=torch.from_numpy(present),
             versions=torch.from_numpy(versions),
             zero_blocks=torch.from_numpy(zero_blocks),

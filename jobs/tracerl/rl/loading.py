@@ -61,7 +61,8 @@ class RecordLoader:
     fetched again when they are needed. `selections` name the sites that this process needs of `table` and of
     `audit_table`, None all; records are then of a selection's table. Where a selection takes rows, those of a
     trajectory follow from `Trajectory.longest`: records that were loaded under another one are fetched again.
-    Use it from several threads; close it before its source.
+    `page_locked` is for engines that compute on a GPU. Use it from several threads; close it before its
+    source.
     """
 
     def __init__(
@@ -75,8 +76,9 @@ class RecordLoader:
         reprefill: Reprefill,
         selections: tuple[Selection | None, Selection | None] = (None, None),
         cache_bytes: int = CACHE_BYTES,
+        page_locked: bool = False,
     ) -> None:
-        self._source = source
+        self._source, self._page_locked = source, page_locked
         self._table, self._audit_table, self._selections = table, audit_table, selections
         self._by_rows = any(selection is not None and selection.rows is not None for selection in selections)
         self._job_uid, self._run_id, self._reprefill = job_uid, run_id, reprefill
@@ -389,6 +391,7 @@ class RecordLoader:
                 reprefill=self._reprefill,
                 opened=opened,
                 needed=one.needed,
+                page_locked=self._page_locked,
             )
             paired[trajectory.id] = _Paired(
                 records,
@@ -492,6 +495,7 @@ def open_loader(
             run_id=run_id,
             reprefill=spec.records.reprefill,
             selections=selections,
+            page_locked=bool(spec.trainer.gpus_per_node),
         )
         with closing(loader):
             yield loader, source

@@ -69,7 +69,7 @@ class Rollout:
         store: Callable[[Path], RecordStore] = RingStore,
         device: str = "cpu",
     ) -> None:
-        self.spec = spec
+        self.spec, self.device = spec, device
         self.table, self.audit_table = site_table(SHAPE, spec), audit_table(SHAPE, spec)
         dtype = torch.bfloat16 if spec.model.dtype == "BFloat16" else torch.float32
         method = plan(spec, SHAPE)
@@ -134,6 +134,7 @@ class Rollout:
             run_id=RUN,
             reprefill=Reprefill(self.spec.records.reprefill),
             trajectory=id,
+            page_locked=self.device == "cuda",
         )
 
     def close(self) -> None:
