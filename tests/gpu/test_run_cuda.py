@@ -85,8 +85,9 @@ def test_a_machine_whose_gpus_are_hidden_is_one_sentence(tmp_path: Path):
     manifest.write_text(MANIFEST)
     done = tracerl("run", manifest, "--out", out, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2
-    assert "gpusPerNode is 1, but PyTorch" in done.stderr
-    assert "sees no GPU here" in done.stderr
+    assert "spec.rollout.gpusPerNode" in done.stderr
+    assert "this machine has 0 in CUDA_VISIBLE_DEVICES" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def steps_of(out: Path):
