@@ -38,7 +38,10 @@ from tracerl.transport.sources import open_source
 _log = logging.getLogger(__name__)
 
 CACHE_BYTES = 256 * 2**20
-"""Records that a trainer process keeps beside those of the micro-batch that it computes with."""
+"""Records that a trainer process keeps beside those of the micro-batch that it computes with.
+
+For a GPU they take up to twice that: PyTorch takes page-locked memory in powers of two.
+"""
 _BATCH_BYTES = 8 * 2**20
 """About how much the thread loads at once: a pass that needs one of them waits for all."""
 _FRAME_BYTES = 4_096
