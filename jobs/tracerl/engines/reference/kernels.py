@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tracerl.engines.reference.products import bmm
+
 EXPERT_MULTIPLE = 64
 """Experts' rows are padded to a multiple of this: oneDNN compiles a BF16 kernel for every new shape."""
 _FEW_SLOTS = 1 << 16
@@ -196,21 +198,21 @@ class _CausalAttention(torch.autograd.Function):
         scores_GSQ = torch.baddbmm(mask_SQ, k_GSD.float(), q_GQD.float().transpose(1, 2), alpha=factor)
         weights_GSQ = torch.softmax(scores_GSQ, dim=1).to(v_GSD.dtype)
         ctx.save_for_backward(q_GQD, k_GSD, v_GSD, weights_GSQ)
-        return torch.bmm(weights_GSQ.transpose(1, 2), v_GSD)
+        return bmm(weights_GSQ.transpose(1, 2), v_GSD)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of q, k and v."""
         q_GQD, k_GSD, v_GSD, weights_GSQ = ctx.saved_tensors
         (grad_GQD,) = grads
-        grad_v_GSD = torch.bmm(weights_GSQ, grad_GQD)
-        grad_weights_GSQ = torch.bmm(v_GSD, grad_GQD.transpose(1, 2)).float()
+        grad_v_GSD = bmm(weights_GSQ, grad_GQD)
+        grad_weights_GSQ = bmm(v_GSD, grad_GQD.transpose(1, 2)).float()
         grad_scores_GSQ = torch._softmax_backward_data(
             grad_weights_GSQ, weights_GSQ.float(), 1, torch.float32
         )
         grad_scores_GSQ = grad_scores_GSQ.mul_(q_GQD.shape[-1] ** -0.5).to(q_GQD.dtype)
-        grad_q_GQD = torch.bmm(grad_scores_GSQ.transpose(1, 2), k_GSD)
-        return grad_q_GQD, torch.bmm(grad_scores_GSQ, q_GQD), grad_v_GSD, None
+        grad_q_GQD = bmm(grad_scores_GSQ.transpose(1, 2), k_GSD)
+        return grad_q_GQD, bmm(grad_scores_GSQ, q_GQD), grad_v_GSD, None
 
 
 @dataclass(frozen=True)
@@ -311,14 +313,14 @@ class _Experts(torch.autograd.Function):
         row_EC = token_M[plan.pair]
 
         x_ECH = x_NH.index_select(0, row_EC).view(experts, plan.rows, hidden)
-        gate_ECF = torch.bmm(x_ECH, gate_up_EGH[:, :width].transpose(1, 2))
-        up_ECF = torch.bmm(x_ECH, gate_up_EGH[:, width:].transpose(1, 2))
+        gate_ECF = bmm(x_ECH, gate_up_EGH[:, :width].transpose(1, 2))
+        up_ECF = bmm(x_ECH, gate_up_EGH[:, width:].transpose(1, 2))
         inner_ECF = functional.silu(gate_ECF).mul_(up_ECF)
         if fc2_input is not None:
             inner_NF = inner_ECF.view(slots, width).index_select(0, plan.slot.view(-1))
             inner_NF = fc2_input(inner_NF.view(tokens, top_k * width)).view(-1, width)
             inner_ECF = inner_NF.index_select(0, plan.pair).view(shape)
-        y_ECH = torch.bmm(inner_ECF, down_EHF.transpose(1, 2))
+        y_ECH = bmm(inner_ECF, down_EHF.transpose(1, 2))
         gates_typed_NK = gates_NK.to(x_NH.dtype)
         ctx.save_for_backward(
             x_ECH,
@@ -356,18 +358,18 @@ class _Experts(torch.autograd.Function):
         # Zero in padding, so that no product below sums anything that is not there.
         gate_EC1 = (gates_NK.reshape(-1)[pair_EC] * real_EC).view(experts, rows, 1)
         grad_y_ECH = grads[0].index_select(0, row_EC).view(experts, rows, hidden)
-        grad_inner_ECF = torch.bmm(grad_y_ECH, down_EHF)
-        grad_down_EHF = torch.bmm(grad_y_ECH.mul_(gate_EC1).transpose(1, 2), inner_ECF)
+        grad_inner_ECF = bmm(grad_y_ECH, down_EHF)
+        grad_down_EHF = bmm(grad_y_ECH.mul_(gate_EC1).transpose(1, 2), inner_ECF)
         grad_weight_EC, grad_gate_ECF, grad_up_ECF = _swiglu_gradients(
             grad_inner_ECF, inner_ECF, gate_ECF, up_ECF, gate_EC1
         )
         grad_gates_NK = grad_weight_EC.view(slots)[slot_NK]
         grad_gate_up_EGH = torch.cat(
-            [torch.bmm(grad_gate_ECF.transpose(1, 2), x_ECH), torch.bmm(grad_up_ECF.transpose(1, 2), x_ECH)],
+            [bmm(grad_gate_ECF.transpose(1, 2), x_ECH), bmm(grad_up_ECF.transpose(1, 2), x_ECH)],
             dim=1,
         )
-        grad_x_ECH = torch.bmm(grad_gate_ECF, gate_up_EGH[:, :width])
-        grad_x_ECH.baddbmm_(grad_up_ECF, gate_up_EGH[:, width:])
+        grad_x_ECH = bmm(grad_gate_ECF, gate_up_EGH[:, :width])
+        grad_x_ECH = bmm(grad_up_ECF, gate_up_EGH[:, width:], grad_x_ECH)
         grad_x_NH = _combine(grad_x_ECH.view(slots, hidden), slot_NK)
         return grad_x_NH, grad_gates_NK, None, grad_gate_up_EGH, grad_down_EHF, None
 

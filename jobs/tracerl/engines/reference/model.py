@@ -33,6 +33,7 @@ from tracerl.engines.reference.kernels import (
     rms_norm,
     unpad,
 )
+from tracerl.engines.reference.products import linear
 
 SEQUENCE_MULTIPLE = 16
 """Sequences are padded to a multiple of this for attention: CPU softmax is several times slower below it."""
@@ -316,13 +317,13 @@ class MoEModel(nn.Module):
         x_NH = functional.embedding(tokens_N, self.embedding)
         for index, module in enumerate(self.layers):
             layer: Layer = module  # type: ignore[assignment]
-            qkv = functional.linear(rms_norm(x_NH, layer.input_norm, shape.rms_eps), layer.qkv)
+            qkv = linear(rms_norm(x_NH, layer.input_norm, shape.rms_eps), layer.qkv)
             q, k, v = norm_rotate(qkv, (layer.q_norm, layer.k_norm), rotation, (heads, groups), shape.rms_eps)
             k, v = hooks.key_value(index, k, v)
             attended = attention(
                 index, q.view(-1, heads, dim), k.view(-1, groups, dim), v.view(-1, groups, dim)
             )
-            x_NH = x_NH + functional.linear(attended, layer.o)
+            x_NH = x_NH + linear(attended, layer.o)
 
             normed = rms_norm(x_NH, layer.post_norm, shape.rms_eps)
             logits_NE = functional.linear(normed.float(), layer.router.float())
