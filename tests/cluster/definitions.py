@@ -1,4 +1,4 @@
-"""Definitions of other projects' resources, out of their own Go modules."""
+"""Definitions of other projects' resources, out of their own Go modules where these can be had."""
 
 from __future__ import annotations
 
@@ -26,6 +26,51 @@ _FILES = {
         "example/prometheus-operator-crd/monitoring.coreos.com_prometheusrules.yaml",
     ),
 }
+_CHANNEL = {
+    "type": "object",
+    "required": ["resourceClaimTemplate"],
+    "properties": {
+        "allocationMode": {"type": "string", "enum": ["All", "Single"], "default": "Single"},
+        "resourceClaimTemplate": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {"name": {"type": "string"}},
+        },
+    },
+}
+_COMPUTE_DOMAIN = {
+    "type": "object",
+    "required": ["channel", "numNodes"],
+    "properties": {"channel": _CHANNEL, "numNodes": {"type": "integer"}},
+    "x-kubernetes-validations": [{"rule": "self == oldSelf", "message": "the spec is immutable"}],
+}
+
+
+def compute_domains() -> dict[str, Any]:
+    """Define ComputeDomains as their API says them (resource.nvidia.com/v1beta1), for no module has them.
+
+    Fields, what is required, the default, and that a spec cannot change are those of NVIDIA's DRA driver.
+    """
+    schema = {"type": "object", "properties": {"spec": _COMPUTE_DOMAIN}}
+    version = {
+        "name": "v1beta1",
+        "served": True,
+        "storage": True,
+        "schema": {"openAPIV3Schema": schema},
+        "subresources": {"status": {}},
+    }
+    names = {"kind": "ComputeDomain", "listKind": "ComputeDomainList"}
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": "computedomains.resource.nvidia.com"},
+        "spec": {
+            "group": "resource.nvidia.com",
+            "names": {**names, "plural": "computedomains", "singular": "computedomain"},
+            "scope": "Namespaced",
+            "versions": [version],
+        },
+    }
 
 
 def definition(kind: str) -> dict[str, Any]:

@@ -5,10 +5,12 @@ The nodes have no kubelet: pods are placed there, and that is all that is looked
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from definitions import compute_domains
 from live import TOLERATION, FakeNodes, Namespace, gb200, new_namespace
 from small_cluster import merged
 from trial import Document, Trial, condition, gpus
@@ -126,6 +128,88 @@ def test_what_fits_no_clique_waits_and_says_so(trial: Trial) -> None:
     trial.wait_for("Unschedulable", "node", "ask for less", seconds=90)
     # Two of three fit: the default scheduler places what it can, a queue would not.
     assert len(cliques(places(trial, 2))) == 1
+
+
+DRIVER = "channels.tests.tracerl.dev"
+
+
+def channels(clique: str) -> list[Document]:
+    """A class of devices, of which each node of a clique has one."""
+    api = "resource.k8s.io/v1"
+    select = [{"cel": {"expression": f"device.driver == '{DRIVER}'"}}]
+    documents: list[Document] = [
+        {
+            "apiVersion": api,
+            "kind": "DeviceClass",
+            "metadata": {"name": DRIVER},
+            "spec": {"selectors": select},
+        }
+    ]
+    for name, labels in NODES.items():
+        if labels[CLIQUE] == clique:
+            spec = {
+                "driver": DRIVER,
+                "nodeName": name,
+                "pool": {"name": name, "generation": 1, "resourceSliceCount": 1},
+                "devices": [{"name": "channel-0"}],
+            }
+            documents.append(
+                {"apiVersion": api, "kind": "ResourceSlice", "metadata": {"name": name}, "spec": spec}
+            )
+    return documents
+
+
+@pytest.fixture
+def fabric(cluster: Cluster, machines: FakeNodes) -> Iterator[None]:
+    """ComputeDomains, and devices on the nodes of clique two; NVIDIA's controller is the test."""
+    documents = [compute_domains(), *channels("two")]
+    given = json.dumps({"apiVersion": "v1", "kind": "List", "items": documents})
+    cluster.kubectl("apply", "-f", "-", input=given)
+    name = documents[0]["metadata"]["name"]
+    cluster.kubectl("wait", "--for=condition=Established", f"crd/{name}", "--timeout=60s")
+    yield
+    cluster.kubectl("delete", "-f", "-", "--timeout=60s", input=given)
+
+
+@pytest.mark.usefixtures("fabric")
+def test_a_compute_domain_comes_and_goes_with_its_job(trial: Trial) -> None:
+    there: Document = {"spec": {"tolerations": [TOLERATION]}}
+    role: Document = {"nodes": 2, "gpusPerNode": 1, "template": there}
+    apart = {"parallelism": {"data": 2}, "weightSync": "Distributed"}
+    placement = {"fabric": "ComputeDomain", "topology": {"required": CLIQUE}}
+    trial.start("job", {"rollout": role, "trainer": role | apart, "placement": placement})
+    domain = trial.namespace.wait_for(lambda: trial.namespace.find("computedomain", "job"), "the domain")
+    (owner,) = domain["metadata"]["ownerReferences"]
+    assert owner["uid"] == trial.namespace.get("trj", "job")["metadata"]["uid"]
+    template = domain["spec"]["channel"]["resourceClaimTemplate"]["name"]
+    # Its controller makes this template. While it does not run, a user is told.
+    trial.wait_for("Configuration", "resource claim template", template, "not found", seconds=120)
+    request = {"name": "channel", "exactly": {"deviceClassName": DRIVER}}
+    trial.namespace.apply(
+        {
+            "apiVersion": "resource.k8s.io/v1",
+            "kind": "ResourceClaimTemplate",
+            "metadata": {"name": template},
+            "spec": {"spec": {"devices": {"requests": [request]}}},
+        }
+    )
+    where = places(trial, 2)
+    assert cliques(where) == {"two"}
+    assert where["node", "0"] != where["node", "1"]
+    # Each pod has a device of its node, by the claim that its containers name.
+    claims = trial.namespace.list("resourceclaims")
+    allocated = {
+        claim["status"]["reservedFor"][0]["uid"]: result["pool"]
+        for claim in claims
+        for result in claim["status"]["allocation"]["devices"]["results"]
+    }
+    assert allocated == {pod["metadata"]["uid"]: pod["spec"]["nodeName"] for pod in trial.pods()}
+    trial.namespace.delete("trj", "job", wait=False)
+    trial.namespace.wait_for(
+        lambda: _force_away(trial.namespace) and not trial.namespace.list("computedomains"),
+        "the end of the job and of its domain",
+        120,
+    )
 
 
 def quota(gpus: int, local: str, topology: bool) -> list[Document]:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 from api_server import ApiServer, RefusedError
-from definitions import definition
+from definitions import compute_domains, definition
 from operator_process import JOBS, JOBSETS, ROOT, OperatorProcess, Space, eventually
 from small_cluster import SPEC, merged
 from test_any_observation import mutate
@@ -364,6 +364,46 @@ def test_jobset_is_installed_and_removed_while_the_operator_runs(tmp_path: Path)
             code, seconds = operator.terminate()
             assert code == 0
             assert seconds < 10
+
+
+DOMAINS = "/apis/resource.nvidia.com/v1beta1"
+SPREAD: dict[str, Any] = {
+    "rollout": {"nodes": 2, "gpusPerNode": 1},
+    "trainer": {"nodes": 2, "gpusPerNode": 1, "parallelism": {"data": 2}},
+    "placement": {"fabric": "ComputeDomain"},
+}
+
+
+def test_a_job_gets_the_compute_domain_that_it_asks_for(
+    quiet: ApiServer, alone: Space, tmp_path: Path
+) -> None:
+    with OperatorProcess(quiet.kubeconfig, tmp_path, "--namespace", alone.name) as operator:
+        operator.wait_until_ready()
+        alone.create(manifest(**SPREAD))
+        condition = eventually(lambda: alone.condition("Ready"))
+        assert (condition["reason"], condition["status"]) == ("Configuration", "False")
+        assert "the cluster has no ComputeDomains" in condition["message"]
+        assert "install NVIDIA's DRA driver, or write fabric: None" in condition["message"]
+        assert alone.names(JOBSETS, "jobsets") == set()
+        crd = compute_domains()
+        quiet.define(crd)
+        try:
+            where = alone.path(DOMAINS, "computedomains", "canary")
+            domain = eventually(lambda: quiet.request("GET", where))
+            channel = {"allocationMode": "Single", "resourceClaimTemplate": {"name": "canary-channel"}}
+            assert domain["spec"] == {"numNodes": 0, "channel": channel}
+            (owner,) = domain["metadata"]["ownerReferences"]
+            assert (owner["uid"], owner["controller"]) == (alone.job()["metadata"]["uid"], True)
+            (node,) = eventually(alone.jobset)["spec"]["replicatedJobs"]
+            pod = node["template"]["spec"]["template"]["spec"]
+            assert [c["resourceClaimTemplateName"] for c in pod["resourceClaims"]] == ["canary-channel"]
+            # Somebody takes it away, and it is put back.
+            quiet.request("DELETE", where)
+            eventually(lambda: quiet.request("GET", where)["metadata"]["uid"] != domain["metadata"]["uid"])
+            assert operator.metric("tracerl_operator_reconcile_errors_total", reason="Unexpected") == 0
+        finally:
+            definitions = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+            quiet.request("DELETE", f"{definitions}/{crd['metadata']['name']}")
 
 
 def test_the_api_server_ends_and_comes_back(quiet: ApiServer, alone: Space, tmp_path: Path) -> None:

@@ -39,6 +39,15 @@ RESTRICTED: dict[str, dict[str, Any]] = {
         "trainer": {"gpusPerNode": 2, "resources": {"limits": {"memory": "900Gi", "rdma/ib": "1"}}},
         "placement": {"fabric": "ComputeDomain", "topology": {"required": "nvidia.com/gpu.clique"}},
     },
+    "claims": {
+        role: {
+            "resources": {"claims": [{"name": "roce", "request": "nic"}]},
+            "template": {
+                "spec": {"resourceClaims": [{"name": "roce", "resourceClaimTemplateName": "roce-template"}]}
+            },
+        }
+        for role in ("rollout", "trainer")
+    },
     "queue": {"placement": {"queue": "lq", "topology": {"preferred": "nvidia.com/gpu.clique"}}},
     "objects": {"transport": {"onlyObject": True, "object": {"uri": "s3://bucket/p", "secretName": "s3"}}},
     "spill": {"transport": {"spillPath": "/spill", "spillLimit": "1Gi"}},
