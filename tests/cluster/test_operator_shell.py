@@ -322,6 +322,51 @@ def wait_for_the_clock(seconds: float) -> None:
     time.sleep(seconds)
 
 
+EDITED, ROUNDS = 20, 4
+"""Jobs, and edits of each before and after the first look at the memory; more of them would be slowed."""
+GROWTH = 2 << 20
+"""Bytes that the second half of the edits may add: 26 KiB each. To keep what was read would add more."""
+
+
+def test_edits_without_end_take_no_memory(quiet: ApiServer, alone: Space, tmp_path: Path) -> None:
+    """The soak of benchmarks/operator, whose committed curve is of half an hour, in a few seconds."""
+    flags = ("--namespace", alone.name, "--peering", "none")
+    with OperatorProcess(quiet.kubeconfig, tmp_path, *flags) as operator:
+        operator.wait_until_ready()
+        names = [f"job-{number}" for number in range(EDITED)]
+        for name in names:
+            alone.create(manifest(name))
+        for name in names:
+            eventually(lambda name=name: alone.jobset(name))
+            alone.run_pod(name)
+        for name in names:
+            eventually(lambda name=name: alone.condition("Ready", name)["status"] == "True")
+
+        def edit(rounds: range) -> int:
+            """Edit each job so often, wait until all show it; the operator's resident bytes."""
+            for number in rounds:
+                for name in names:
+                    alone.edit({"spec": {"ttlSecondsAfterFinished": 10**6 + number}}, name)
+
+            def shown(name: str) -> bool:
+                job = alone.job(name)
+                return bool(job["status"]["observedGeneration"] == job["metadata"]["generation"])
+
+            for name in names:
+                eventually(lambda name=name: shown(name))
+            status = Path(f"/proc/{operator.process.pid}/status").read_text()
+            return next(int(line.split()[1]) << 10 for line in status.splitlines() if "VmRSS" in line)
+
+        warm = edit(range(ROUNDS))
+        requests = operator.metric("tracerl_operator_api_requests_total")
+        grown = edit(range(ROUNDS, 2 * ROUNDS)) - warm
+        requests = operator.metric("tracerl_operator_api_requests_total") - requests
+        assert grown < GROWTH, f"{grown / 2**20:.1f} MiB more after {EDITED * ROUNDS} edits"
+        # An edit is a look and a write of the status; several quick ones may be one.
+        assert 0 < requests <= 4 * EDITED * ROUNDS
+        assert operator.metric("tracerl_operator_reconcile_errors_total") == 0
+
+
 # -- operators that end, and several of them --------------------------------------------------------------
 
 
