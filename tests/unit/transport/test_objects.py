@@ -346,6 +346,23 @@ def test_what_is_no_object_is_left_alone(place: Place, caplog: pytest.LogCapture
     assert len(caplog.records) == 2  # each said once
 
 
+def test_a_handle_that_claims_more_than_its_object_holds_spoils_no_other(place: Place) -> None:
+    """It comes from another process: near frames are read by one request, which it would make fail."""
+    sink, source = place.sink(), place.source()
+    handles = [sink.put(FRAME, key()) for _ in range(3)]
+    settle(sink)
+    forged = []
+    for handle, length in zip(handles, (1281, 2**16, 2**20), strict=True):
+        parts = parse_handle(handle)
+        forged.append(format_handle(parts.store, parts.name, length + 2**16, parts.xxh3))
+    wanted = [handle for pair in zip(handles, forged, strict=True) for handle in pair]
+    with source.borrow([Wanted(handle) for handle in wanted]) as borrowed:
+        found = [
+            piece.fault if isinstance(piece, TransportError) else bytes(piece[0]) for piece in borrowed.pieces
+        ]
+    assert found == [FRAME, "damaged"] * 3
+
+
 def test_an_object_that_became_shorter_is_damaged(place: Place) -> None:
     sink, source = place.sink(), place.source()
     handle = sink.put(FRAME, key())

@@ -109,20 +109,11 @@ class ObjectSource:
                     raise ValueError(f"{start}..{stop} is not a range of a frame of {place.length} bytes")
             places.append(TransportError("missing", _gone(handle)) if self._is_gone(place) else place)
             ranges.append(inside)
-        intervals, spans_to_read = _plan(
-            (place.path, place.name.offset + start, place.name.offset + stop)
-            for place, inside in zip(places, ranges, strict=True)
-            if not isinstance(place, TransportError)
-            for start, stop in inside
-        )
-        answers = self._filesystem.read(spans_to_read)
-        found = _Intervals(
-            intervals, [_joined([answers[index] for index in interval.spans]) for interval in intervals]
-        )
-        pieces = [
-            place if isinstance(place, TransportError) else found.cut(place, inside)
-            for place, inside in zip(places, ranges, strict=True)
-        ]
+        pieces = self._read(places, ranges)
+        again = self._spoilt(places, pieces)
+        read_again = self._read([places[index] for index in again], [ranges[index] for index in again])
+        for index, piece in zip(again, read_again, strict=True):
+            pieces[index] = piece
         read = sum(len(view) for piece in pieces if isinstance(piece, list) for view in piece)
         with self._lock:
             self._counters.update(borrowed_frames=len(pieces), read_bytes=read)
@@ -194,6 +185,47 @@ class ObjectSource:
         if self._thread is not None:
             self._thread.join()
         self._filesystem.close()
+
+    def _read(
+        self, places: Sequence[FramePlace | TransportError], ranges: Sequence[Sequence[tuple[int, int]]]
+    ) -> list[list[memoryview] | TransportError]:
+        """Bytes of the ranges of each place, near ones by one request."""
+        intervals, spans = _plan(
+            (place.path, place.name.offset + start, place.name.offset + stop)
+            for place, inside in zip(places, ranges, strict=True)
+            if not isinstance(place, TransportError)
+            for start, stop in inside
+        )
+        answers = self._filesystem.read(spans)
+        found = _Intervals(
+            intervals, [_joined([answers[index] for index in interval.spans]) for interval in intervals]
+        )
+        return [
+            place if isinstance(place, TransportError) else found.cut(place, inside)
+            for place, inside in zip(places, ranges, strict=True)
+        ]
+
+    def _spoilt(
+        self,
+        places: Sequence[FramePlace | TransportError],
+        pieces: Sequence[list[memoryview] | TransportError],
+    ) -> list[int]:
+        """Which frames were read with one that ends beyond its object, and do not themselves."""
+        damaged = {
+            index: place
+            for index, (place, piece) in enumerate(zip(places, pieces, strict=True))
+            if isinstance(place, FramePlace)
+            and isinstance(piece, TransportError)
+            and piece.fault == "damaged"
+        }
+        paths = sorted({place.path for place in damaged.values()})
+        tails = dict(zip(paths, self._filesystem.read_tails(paths, 1), strict=True))
+        sizes = {path: tail.size for path, tail in tails.items() if isinstance(tail, Tail)}
+        return [
+            index
+            for index, place in damaged.items()
+            if place.name.offset + place.length <= sizes.get(place.path, -1)
+        ]
 
     # -- deleting -----------------------------------------------------------------------------------------
 
