@@ -66,33 +66,41 @@ def warm_up(
     steps = spec.warmup.steps
     if steps == 0:
         return WarmupResult(0, 0.0, cached=False)
-    if cache is None:
-        start = time.perf_counter()
-        _train(engine, spec, task, tokenizer, progress)
-        engine.reset_optimizer()
-        return WarmupResult(steps, time.perf_counter() - start, cached=False)
-    directory = cache / "warmup" / cache_key(engine, spec, task)
-    # One directory a key, written and verified like a checkpoint: whole and right, or computed again.
-    store = Checkpoints(directory, keep=1)
-    try:
-        found = store.load(report, what="the cached warm-up", without="it is computed again")
-    except JobError as error:
-        found = None
-        report(f"the cached warm-up was not read: {error}")
-    if found is not None:
-        engine.load_state(found.tensors)
-        engine.reset_optimizer()
+    directory = None if cache is None else cache / "warmup" / cache_key(engine, spec, task)
+    if directory is not None and _restored(engine, directory, report):
         return WarmupResult(steps, 0.0, cached=True)
     start = time.perf_counter()
     _train(engine, spec, task, tokenizer, progress)
     engine.reset_optimizer()
+    if directory is not None:
+        _keep(engine, directory, steps, report)
+    return WarmupResult(steps, time.perf_counter() - start, cached=False)
+
+
+def _restored(engine: TrainerEngine, directory: Path, report: Callable[[str], None]) -> bool:
+    """Whether the engine has the weights kept there: whole and right, or they are computed again."""
     try:
-        store.save(steps, engine.state(), {"step": steps})
+        found = Checkpoints(directory, keep=1).load(
+            report, what="the cached warm-up", without="it is computed again"
+        )
+    except JobError as error:
+        report(f"the cached warm-up was not read: {error}")
+        return False
+    if found is None:
+        return False
+    engine.load_state(found.tensors)
+    engine.reset_optimizer()
+    return True
+
+
+def _keep(engine: TrainerEngine, directory: Path, steps: int, report: Callable[[str], None]) -> None:
+    """Write the weights, one directory a key, as a checkpoint is written."""
+    try:
+        Checkpoints(directory, keep=1).save(steps, engine.state(), {"step": steps})
     except JobError as error:
         # The cache saves time; a run whose cache cannot be written is right all the same.
         shutil.rmtree(directory, ignore_errors=True)
         report(f"the warm-up was not cached: {directory} cannot be written ({error.__cause__})")
-    return WarmupResult(steps, time.perf_counter() - start, cached=False)
 
 
 def cache_key(engine: TrainerEngine, spec: Spec, task: Task) -> str:
