@@ -190,7 +190,8 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, caplog):
     first, second = Pod(tmp_path, "first"), Pod(tmp_path, "second")
     run(first, 10, 20)
     state = first.store / "checkpoints/step-000020/state.safetensors"
-    state.write_bytes(state.read_bytes()[:-1] + b"?")
+    *kept, last = state.read_bytes()
+    state.write_bytes(bytes([*kept, last ^ 1]))
     run(second, 20)
     assert "step 20" in caplog.text
     assert "is damaged (state.safetensors does not have the length and hash" in caplog.text
