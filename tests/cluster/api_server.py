@@ -48,6 +48,15 @@ class ApiServer:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Self:
+        try:
+            self._begin()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _begin(self) -> None:
+        """Start both and wait until the API server answers."""
         key = self._directory / "sa.key"
         subprocess.run(["openssl", "genrsa", "-out", key, "2048"], check=True, capture_output=True)
         (self._directory / "tokens.csv").write_text(f"{self._token},admin,admin,system:masters\n")
@@ -87,7 +96,6 @@ class ApiServer:
         }
         self.kubeconfig.write_text(json.dumps(content))
         self.wait()
-        return self
 
     def __exit__(self, *_: object) -> None:
         for process in reversed(self._processes):
