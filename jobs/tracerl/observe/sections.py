@@ -439,15 +439,12 @@ def records(groups: Sequence[Group]) -> Section:
     figures: list[Figure] = []
     if _alone(groups):
         figures.append(_record_bytes(groups[0]))
-    reasons = sorted(
-        {reason for group in groups for one in group.summaries for reason in one.missing_by_reason}
-        | {"missing", "checksum", "version", "site_table", "shape"}
-    )
     rows = []
     for group in groups:
         for name, one in zip(group.names, group.summaries, strict=True):
             label = "All steps" if _alone(groups) else f"{group.label}, {name}"
             ratio = one.rows_missing / one.rows if one.rows else None
+            reasons = [f"{reason} {count:,}" for reason, count in one.missing_by_reason.items() if count]
             rows.append(
                 (
                     label,
@@ -455,7 +452,7 @@ def records(groups: Sequence[Group]) -> Section:
                     f"{one.rows:,}",
                     f"{one.rows_missing:,}",
                     text.share(ratio),
-                    *(f"{one.missing_by_reason.get(reason, 0):,}" for reason in reasons),
+                    ", ".join(sorted(reasons)) or text.UNKNOWN,
                     f"{one.routes_missing:,}",
                     text.number(one.prompt_tokens_mean),
                     text.number(one.response_tokens_mean),
@@ -463,7 +460,7 @@ def records(groups: Sequence[Group]) -> Section:
             )
     lengths = ("Mean prompt", "Mean response")
     table = DataTable(
-        ("", "Bytes a token", "Rows", "Missing", "Share", *reasons, "Routes missing", *lengths),
+        ("", "Bytes a token", "Rows", "Missing", "Share", "By reason", "Routes missing", *lengths),
         tuple(rows),
         "A row is one token's forward pass. A missing row rounds to nearest and is counted by reason; for a "
         "missing route (row times layer) the trainer's own router chooses. Mean lengths are in tokens.",
