@@ -78,32 +78,43 @@ class Box:
 
 @dataclass(frozen=True)
 class Arrow:
-    """From a box to another, by their names, with a word above it.
+    """From a box to another, by their names, with words in a gap of the line.
 
-    `shift` moves it sideways, so that two between the same boxes do not meet; `along` is where the word is.
+    `shift` moves it sideways, so that two between the same boxes do not meet; `along` is where the words are.
     """
 
     start: str
     end: str
-    word: str = ""
+    words: str = ""
     shift: tuple[int, int] = (0, 0)
     along: float = 0.5
     dashed: bool = False
 
     def svg(self, boxes: dict[str, Box]) -> str:
-        """The line with its head, and the word over it."""
+        """The line with its head, and the words."""
         here, there = boxes[self.start], boxes[self.end]
-        dx, dy = self.shift
         (x1, y1), (x2, y2) = here.border(there.centre), there.border(here.centre)
-        x1, y1, x2, y2 = x1 + dx, y1 + dy, x2 + dx, y2 + dy
+        x1, y1 = x1 + self.shift[0], y1 + self.shift[1]
+        dx, dy = x2 + self.shift[0] - x1, y2 + self.shift[1] - y1
+        lines = self.words.split("\n") if self.words else []
+        path = f"M{x1:.1f} {y1:.1f}"
+        parts = []
+        if lines:
+            # A letter of this size is 6.6 wide on average, a line 15 high.
+            width, height = 3.3 * max(map(len, lines)) + 5, 7.5 * len(lines) + 2
+            gap = min(width / abs(dx) if dx else 9e9, height / abs(dy) if dy else 9e9)
+            before, after = self.along - gap, self.along + gap
+            path += (
+                f"L{x1 + dx * before:.1f} {y1 + dy * before:.1f}M{x1 + dx * after:.1f} {y1 + dy * after:.1f}"
+            )
+            x, first = x1 + dx * self.along, y1 + dy * self.along + 11.5 - 7.5 * len(lines)
+            parts = [
+                f'<text class="soft small" x="{x:.1f}" y="{first + 15 * number:.1f}">{escape(line)}</text>'
+                for number, line in enumerate(lines)
+            ]
         dash = ' stroke-dasharray="5 4"' if self.dashed else ""
-        parts = [
-            f'<path class="line" d="M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}" marker-end="url(#head)"{dash}/>'
-        ]
-        for number, line in enumerate(self.word.split("\n") if self.word else []):
-            x, y = x1 + (x2 - x1) * self.along, y1 + (y2 - y1) * self.along + 4 + 15 * number
-            parts.append(f'<text class="soft small halo" x="{x:.1f}" y="{y:.1f}">{escape(line)}</text>')
-        return "\n".join(parts)
+        end = f"L{x1 + dx:.1f} {y1 + dy:.1f}"
+        return "\n".join([f'<path class="line" d="{path}{end}" marker-end="url(#head)"{dash}/>', *parts])
 
 
 @dataclass(frozen=True)
@@ -156,8 +167,8 @@ def _rounding() -> Figure:
     )
     half = x(2.5)
     parts += [
-        f'<path class="line" d="M{half} {middle - 84}V{middle + 8}" stroke-dasharray="4 4"/>',
-        f'<text class="soft small halo" x="{half}" y="{middle - 92}">midpoint 2.5</text>',
+        f'<path class="line" d="M{half} {middle - 84}V{middle + 14}" stroke-dasharray="4 4"/>',
+        f'<text class="soft small" x="{half}" y="{middle + 27}">midpoint 2.5</text>',
     ]
     rollout, trainer = 2.42, 2.58  # further apart than the page has them, so that they can be seen
     parts += [
@@ -229,7 +240,7 @@ def _gpu(document: dict[str, Any]) -> Figure:
     )
     parts = [*bandwidth.axes(), *roof.axes()]
     parts += roof.line([(1, memory), (ridge, issue), (32, issue)], "copy", dots=False)
-    parts.append(roof.word((2, 2 * memory), "memory: a copy", "copy", (8, 10)))
+    parts.append(roof.word((4, 4 * memory), "memory: a copy", "copy", (-10, 0), "end"))
     parts.append(roof.word((32, issue), "issue: 4 warps a cycle", "copy", (-6, -8), "end"))
     for number, (kernel, (word, kind)) in enumerate(_KERNELS.items()):
         rates = [
@@ -283,8 +294,8 @@ FIGURES = {
             "capture": Box((30, 270, 220, 50), "capture\nlow bits of codes and scales"),
             "writer": Box((30, 342, 220, 50), "writer thread\nframes"),
             "loop": Box((610, 126, 220, 50), "loop\ngroups, staleness, steps"),
-            "learner": Box((610, 250, 220, 64), "learner\nguided forward, ratio, update"),
-            "store": Box((330, 342, 200, 54), "record store process\na ring in shared memory", "store"),
+            "learner": Box((610, 300, 220, 64), "learner\nguided forward, ratio, update"),
+            "store": Box((320, 342, 180, 54), "record store process\na ring in shared memory", "store"),
             "log": Box((610, 10, 240, 50), "run directory\nlogs, checkpoints, report", "store"),
         },
         (
@@ -295,9 +306,9 @@ FIGURES = {
             Arrow("loop", "server", "prompts", (0, -10)),
             Arrow("server", "loop", "tokens, log-probs, versions, handles", (0, 12)),
             Arrow("writer", "store", "put"),
-            Arrow("store", "learner", "borrow, then release"),
-            Arrow("learner", "server", "weights of v + 1", (0, 16), 0.45),
-            Arrow("loop", "log"),
+            Arrow("store", "learner", "borrow,\nthen release", along=0.46),
+            Arrow("learner", "server", "weights of v + 1", along=0.45),
+            Arrow("loop", "log", shift=(80, 0)),
             Arrow("log", "cli", dashed=True),
             Arrow("cli", "rollout", dashed=True),
             Arrow("cli", "trainer", dashed=True),
@@ -310,7 +321,7 @@ FIGURES = {
             "a": Box((10, 10, 560, 240), "node A", "group"),
             "b": Box((640, 10, 210, 240), "node B", "group"),
             "engine": Box((30, 50, 150, 54), "rollout-0\nwriter thread"),
-            "ring": Box((260, 50, 195, 54), "ring\nsegments in shared memory", "store"),
+            "ring": Box((272, 50, 183, 54), "ring\nsegments in shared memory", "store"),
             "trainer": Box((430, 140, 120, 50), "trainer\nrank 0"),
             "store": Box((240, 140, 150, 50), "store-0", "key"),
             "spill": Box((30, 184, 150, 50), "spillPath\nlocal disk", "store"),
@@ -326,25 +337,25 @@ FIGURES = {
             Arrow("ring", "trainer", "read in place"),
             Arrow("store", "object"),
             Arrow("object", "other"),
-            Arrow("ring", "other", "ranged reads over HTTP, by the store", (0, -6), 0.62),
+            Arrow("ring", "other", "HTTP ranges,\nby the store", (0, -6), 0.27),
         ),
     ),
     "operator": Figure(
         (860, 300),
         "The operator: a shell that talks to the cluster around a core that decides",
         {
-            "shell": Box((180, 10, 420, 280), "shell: tracerl_operator.shell", "group"),
+            "shell": Box((200, 10, 400, 280), "shell: tracerl_operator.shell", "group"),
             "core": Box((660, 10, 190, 280), "core: no client", "group"),
-            "api": Box((10, 120, 110, 60), "API server", "store"),
-            "kopf": Box((210, 44, 150, 54), "kopf\nwatches, in a thread"),
-            "cache": Box((430, 44, 140, 54), "cache"),
-            "queue": Box((210, 128, 150, 54), "queue of jobs"),
-            "worker": Box((430, 170, 140, 54), "8 workers"),
-            "lease": Box((210, 226, 150, 50), "Lease\nlets the queue out"),
+            "api": Box((10, 160, 90, 60), "API server", "store"),
+            "kopf": Box((220, 44, 150, 54), "kopf\nwatches, in a thread"),
+            "cache": Box((440, 44, 140, 54), "cache"),
+            "queue": Box((220, 128, 150, 54), "queue of jobs"),
+            "worker": Box((440, 170, 140, 54), "8 workers"),
+            "lease": Box((220, 226, 150, 50), "Lease\nlets the queue out"),
             "reconcile": Box((675, 120, 160, 60), "reconcile\n(job, observed, now)", "key"),
         },
         (
-            Arrow("api", "kopf", "watch, list", along=0.34),
+            Arrow("api", "kopf", "watch, list", along=0.36),
             Arrow("kopf", "cache"),
             Arrow("kopf", "queue"),
             Arrow("lease", "queue"),
@@ -352,7 +363,7 @@ FIGURES = {
             Arrow("cache", "worker"),
             Arrow("worker", "reconcile", shift=(0, -6)),
             Arrow("reconcile", "worker", shift=(0, 8)),
-            Arrow("worker", "api", "apply, delete, status", (0, 28), 0.86),
+            Arrow("worker", "api", "apply,\ndelete,\nstatus", along=0.855),
         ),
     ),
     "rounding": _rounding(),
