@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import Browser
+from conftest import ROOT, Browser
 from sample_runs import write_run
 
 from tracerl.observe.report import write_report
@@ -22,6 +22,36 @@ KEY_PAGES = (
     "troubleshooting",
 )
 BROKEN_IMAGES = "return [...document.images].filter(i => !i.complete || !i.naturalWidth).map(i => i.src)"
+# Tables of which a part can only be seen by moving it; the numbers of charts are folded away and may be wide.
+CUT_TABLES = """
+return [...document.querySelectorAll('table')].filter(t => !t.closest('details')).filter(t => {
+    for (let node = t; node; node = node.parentElement) {
+        const moves = getComputedStyle(node).overflowX !== 'visible';
+        if (moves && node.scrollWidth > node.clientWidth + 1) return true;
+    }
+}).map(t => t.textContent.trim().slice(0, 40))"""
+# Texts of a picture that lie over each other, or over the edge of a box.
+COLLISIONS = """
+const found = [];
+for (const svg of document.querySelectorAll('svg[role=img]')) {
+    const box = e => e.getBoundingClientRect();
+    const meet = (a, b) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1
+        && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 2;
+    const inside = (a, b) => a.left >= b.left && a.right <= b.right && a.top >= b.top && a.bottom <= b.bottom;
+    const texts = [...svg.querySelectorAll('text')].filter(t => t.textContent.trim());
+    for (const [n, one] of texts.entries()) {
+        for (const other of texts.slice(n + 1))
+            if (meet(box(one), box(other))) found.push(`${one.textContent} / ${other.textContent}`);
+        for (const edge of svg.querySelectorAll('rect:not(.line, .bar)')) {
+            const [a, b] = [box(one), box(edge)];
+            if (meet(a, b) && !inside(a, b)) found.push(`${one.textContent} / box`);
+        }
+    }
+}
+return found"""
+SHOWN_SCHEME = r"""
+const [r, g, b] = getComputedStyle(document.body).backgroundColor.match(/\d+/g).map(Number);
+return r + g + b > 384 ? 'light' : 'dark'"""
 EMPTY_CHARTS = """
 return [...document.querySelectorAll('figure svg')].filter(s => {
     const box = s.getBoundingClientRect();
@@ -83,6 +113,10 @@ def test_pages_of_the_site(browser: Browser, site: tuple[str, Path], scheme: str
         complaints += [f"fetched {one}" for one in browser.fetched() if not one.startswith(address)]
         if browser.ask("return document.documentElement.scrollWidth > innerWidth"):
             complaints.append("wider than the window")
+        complaints += [f"cut table {one}" for one in browser.ask(CUT_TABLES)]
+        # What was chosen for the page before must not stay.
+        if browser.ask(SHOWN_SCHEME) != scheme:
+            complaints.append(f"not {scheme}")
         if page.removesuffix(".html") in KEY_PAGES:
             complaints += [
                 f"faint {one}" for one in browser.driver.execute_script(FAINT, "article h1, article p")
@@ -91,6 +125,24 @@ def test_pages_of_the_site(browser: Browser, site: tuple[str, Path], scheme: str
         if complaints:
             wrong[page] = complaints
     assert wrong == {}
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs/figures").glob("*.svg")), ids=lambda path: path.stem)
+def test_words_of_a_picture_can_be_read(browser: Browser, picture: Path) -> None:
+    assert browser.open(picture.as_uri()) == []
+    assert browser.ask("return document.querySelectorAll('text').length") > 5
+    assert browser.ask(COLLISIONS) == []
+
+
+def test_words_over_each_other_are_found(browser: Browser, tmp_path: Path) -> None:
+    picture = tmp_path / "picture.svg"
+    picture.write_text(
+        '<svg xmlns="http://www.w3.org/2000/svg" width="300" height="90" role="img">'
+        '<rect width="20" height="90"/><text x="5" y="80">wide</text>'
+        '<text x="90" y="40">one word</text><text x="100" y="44">another</text></svg>'
+    )
+    browser.open(picture.as_uri())
+    assert browser.ask(COLLISIONS) == ["wide / box", "one word / another"]
 
 
 def test_search_finds_a_reason_by_its_name(browser: Browser, site: tuple[str, Path]) -> None:
@@ -128,6 +180,8 @@ def test_reports(browser: Browser, reports: dict[str, Path], name: str, scheme: 
     assert browser.ask(EMPTY_CHARTS) == []
     assert browser.driver.execute_script(FAINT, "") == []
     assert not browser.ask("return document.documentElement.scrollWidth > innerWidth")
+    assert browser.ask(CUT_TABLES) == []
+    assert browser.ask(COLLISIONS) == []
     browser.picture(f"report-{name}-{scheme}")
     assert browser.open(reports[name].as_uri(), scheme, (480, 900)) == []
     assert not browser.ask("return document.documentElement.scrollWidth > innerWidth")
