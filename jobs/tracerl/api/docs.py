@@ -178,12 +178,17 @@ def metrics_page() -> str:
     for role, sentence in _SHOWN_BY.items():
         rows = [
             # Below each other, since with columns of their own the table is wider than a page.
-            [f"`{m.name}`<br>{m.help}", m.type, m.unit, _labels(m), str(m.most_series)]
+            [
+                f"`{m.name}`<br>{m.help}",
+                ", ".join(filter(None, (m.type, m.unit))),
+                _labels(m),
+                str(m.most_series),
+            ]
             for m in METRICS
             if m.source is role
         ]
         text += f"\n## {role.capitalize()}\n\n{sentence}\n\n"
-        text += _table(["metric", "type", "unit", "labels", "series"], rows)
+        text += _table(["metric", "type, unit", "labels", "series"], rows)
     rows = [[f"`{name}`", str(label.most), label.doc] for name, label in OPEN_LABELS.items()]
     return text + "\n## Labels\n\n" + _table(["label", "most values", "what they are"], rows)
 
