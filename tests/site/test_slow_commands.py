@@ -16,6 +16,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(named) if named else tmp_path_factory.mktemp("cache")
 
 
-@pytest.mark.parametrize("block", all_marked(slow=True), ids=lambda block: block.name)
+@pytest.mark.parametrize("block", all_marked("slow"), ids=lambda block: block.name)
 def test_it_runs(block: Block, tmp_path: Path, cache: Path) -> None:
-    run_block(block, tmp_path, cache)
+    run_block(block, tmp_path, {"TRACERL_CACHE": str(cache)})

@@ -1,6 +1,7 @@
 """Commands of the documentation that tests run: those in a block below `<!-- runnable -->`.
 
-`<!-- runnable: slow -->` is for what takes more than some seconds; tests/site runs those.
+`<!-- runnable: slow -->` is for what takes more than some seconds; tests/site runs those. What wants
+kubectl or Helm is `<!-- runnable: cluster -->`, for tests/cluster.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 _MARKED = re.compile(
-    r"^ *<!-- runnable(?P<slow>: slow)? -->\n(?P<indent> *)```(?P<language>console|bash)\n"
+    r"^ *<!-- runnable(?:: (?P<place>slow|cluster))? -->\n(?P<indent> *)```(?P<language>console|bash)\n"
     r"(?P<text>.*?)^(?P=indent)```$",
     re.DOTALL | re.MULTILINE,
 )
@@ -27,7 +29,8 @@ class Block:
     page: Path
     number: int
     script: str
-    slow: bool
+    place: str
+    """slow, cluster, or empty for what takes seconds and needs nothing."""
 
     @property
     def name(self) -> str:
@@ -47,24 +50,24 @@ def marked(page: Path) -> list[Block]:
                     goes_on = line.endswith("\\")
             lines = typed
         assert lines, f"{page} marks a block without a command"
-        found.append(Block(page, number, "\n".join(lines), match["slow"] is not None))
+        found.append(Block(page, number, "\n".join(lines), match["place"] or ""))
     return found
 
 
-def all_marked(*, slow: bool) -> list[Block]:
+def all_marked(place: str = "") -> list[Block]:
     """Those of README and docs/."""
     pages = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"])
-    return [block for page in pages for block in marked(page) if block.slow is slow]
+    return [block for page in pages for block in marked(page) if block.place == place]
 
 
-def run_block(block: Block, where: Path, cache: Path) -> str:
+def run_block(block: Block, where: Path, variables: Mapping[str, str]) -> str:
     """Run a block as a user does who stands in the repository; what it printed.
 
-    `cache` is where what outlives a run is kept, as the results of a warm-up.
+    `variables` of the environment are added, such as the place where what outlives a run is kept.
     """
     for name in ("jobs", "charts"):
         (where / name).symlink_to(ROOT / name)
-    environment = {**os.environ, "TRACERL_CACHE": str(cache)}
+    environment = {**os.environ, **variables}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     done = subprocess.run(
         ["bash", "-eo", "pipefail", "-c", block.script],

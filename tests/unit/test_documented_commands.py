@@ -1,4 +1,4 @@
-"""Quick commands of the documentation do what the page says; tests/site runs the slow ones."""
+"""Quick commands of the documentation do what the page says; tests/site and tests/cluster run the others."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 from documented_commands import Block, all_marked, marked, run_block
 
-QUICK = all_marked(slow=False)
+QUICK = all_marked()
 
 
 @pytest.mark.parametrize("block", QUICK, ids=lambda block: block.name)
 def test_it_runs(block: Block, tmp_path: Path) -> None:
-    assert run_block(block, tmp_path, tmp_path / "cache")
+    assert run_block(block, tmp_path, {"TRACERL_CACHE": str(tmp_path / "cache")})
 
 
 def test_pages_that_mark_commands_are_found() -> None:
-    pages = {block.page.name for block in [*QUICK, *all_marked(slow=True)]}
-    assert pages >= {"gb200.md", "tune-layers-and-bits.md", "run-locally.md"}
+    pages = {block.page.name for block in [*QUICK, *all_marked("slow"), *all_marked("cluster")]}
+    assert pages >= {"gb200.md", "tune-layers-and-bits.md", "run-locally.md", "dashboards.md"}
 
 
 def test_a_prompt_is_not_a_part_of_a_command(tmp_path: Path) -> None:
@@ -30,6 +30,4 @@ def test_a_prompt_is_not_a_part_of_a_command(tmp_path: Path) -> None:
 
 def test_a_command_that_fails_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="ended with 2"):
-        run_block(
-            Block(Path(__file__), 0, "tracerl plan nowhere.yaml | cat\ntrue", False), tmp_path, tmp_path
-        )
+        run_block(Block(Path(__file__), 0, "tracerl plan nowhere.yaml | cat\ntrue", ""), tmp_path, {})
