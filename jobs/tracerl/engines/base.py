@@ -188,7 +188,10 @@ class TrainerEngine(Protocol):
         ...
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Name (Hugging Face's) and value of every weight, exactly as the trainer computes with them."""
+        """Name (Hugging Face's) and value of every weight, exactly as the trainer computes with them.
+
+        Of tensors on the host, which other ranks, the rollouts and the hash of a warm-up take.
+        """
         ...
 
     def state(self) -> dict[str, Tensor]:

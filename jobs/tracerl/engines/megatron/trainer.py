@@ -341,7 +341,7 @@ class MegatronTrainer:
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Weights by Hugging Face's names, in compute dtype: what the rollout gets and the trainer uses."""
         for parameter in self._given:
-            value = self._master_value(parameter).to(self._dtype)
+            value = self._master_value(parameter).to(self._dtype).cpu()
             for name, tensor in to_hf(parameter, value, self.shape):
                 yield name, tensor.contiguous()
 
