@@ -219,6 +219,7 @@ def _environment(threads: int) -> Mapping[str, str]:
     return {
         "GLIBC_TUNABLES": tunables,
         "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
         **dict.fromkeys(pools, str(threads)),
     }
 

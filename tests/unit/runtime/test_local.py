@@ -65,7 +65,8 @@ def test_the_processes_and_their_environment(monkeypatch, tmp_path, before, afte
         [f"tracerl.runtime.{role}_main"] for role in ("store", "rollout", "trainer", "trainer")
     ]
     # Nothing that a run listens on is reachable from another machine.
-    assert {process.env["GLOO_SOCKET_IFNAME"] for process in processes} == {"lo"}
+    for carrier in ("GLOO", "NCCL"):
+        assert {process.env[f"{carrier}_SOCKET_IFNAME"] for process in processes} == {"lo"}
     assert {process.env["GLIBC_TUNABLES"] for process in processes} == {after}
     for process in processes:
         assert resolved.token() not in " ".join([*process.arguments, *process.env.values()])
