@@ -34,7 +34,7 @@ from torch import Tensor
 from tracerl.api.frames import Handle
 from tracerl.api.job import Spec
 from tracerl.api.model import ModelShape
-from tracerl.engines.base import Batch, EngineStats, Trajectory
+from tracerl.engines.base import GROUP_BACKENDS, Batch, EngineStats, Trajectory
 from tracerl.engines.megatron.trainer import MegatronTrainer
 from tracerl.records.frame import FrameHeader, encode_frame
 from tracerl.records.pairing import RecordEntry, TrajectoryRecords, assemble
@@ -47,6 +47,8 @@ EXPERTS = ModelShape.uniform(
 )
 RANKS_SECONDS = 600.0
 """How long ranks may take; far more than any do, so that those that wait for each other are seen."""
+# Megatron asks for GPUs where it is imported, and a fork of who has asked cannot use them.
+_SPAWNS = multiprocessing.get_context("spawn")
 _FORKS = multiprocessing.get_context("forkserver")
 # Of packages that are installed: the process that forks does not have the path of the tests.
 _FORKS.set_forkserver_preload(
@@ -61,7 +63,7 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def run_ranks(works: Sequence[Callable[[], Any]], directory: Path) -> list[Any]:
+def run_ranks(works: Sequence[Callable[[], Any]], directory: Path, *, device: str = "cpu") -> list[Any]:
     """Do each of these in a process of its own; gives what they returned.
 
     A work goes there by pickle: a function by its name, what it is given by value. The test fails with all
@@ -73,7 +75,8 @@ def run_ranks(works: Sequence[Callable[[], Any]], directory: Path) -> list[Any]:
     failure = None
     try:
         for rank, (work, log, result) in enumerate(zip(works, logs, found, strict=True)):
-            child = _FORKS.Process(target=_do, args=(pickle.dumps(work), log, result), name=f"rank {rank}")
+            context = _FORKS if device == "cpu" else _SPAWNS
+            child = context.Process(target=_do, args=(pickle.dumps(work), log, result), name=f"rank {rank}")
             child.start()
             left[child.sentinel] = child
         # The first start has waited for the imports.
@@ -109,18 +112,20 @@ def _do(work: bytes, log: Path, result: Path) -> None:
 
 
 def run_processes(
-    work: Callable[[int, int], dict[str, Any]], directory: Path, *, processes: int
+    work: Callable[[int, int], dict[str, Any]], directory: Path, *, processes: int, device: str = "cpu"
 ) -> list[dict[str, Any]]:
-    """Do work(rank, processes) in as many processes that have met (`run_ranks`)."""
-    ranks = range(processes)
-    return run_ranks([functools.partial(_met, work, directory, rank, processes) for rank in ranks], directory)
+    """Do work(rank, processes) in processes that have met (`run_ranks`), with a GPU each on "cuda"."""
+    works = [functools.partial(_met, work, directory, rank, processes, device) for rank in range(processes)]
+    return run_ranks(works, directory, device=device)
 
 
 def _met(
-    work: Callable[[int, int], dict[str, Any]], directory: Path, rank: int, processes: int
+    work: Callable[[int, int], dict[str, Any]], directory: Path, rank: int, processes: int, device: str
 ) -> dict[str, Any]:
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=processes
+        GROUP_BACKENDS[device], init_method=f"file://{directory}/rendezvous", rank=rank, world_size=processes
     )
     found = work(rank, processes)
     dist.destroy_process_group()
@@ -171,7 +176,7 @@ def sampled(
 
 def whole(trainer: MegatronTrainer, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What all ranks give, together; each name comes from one of them, or in as many parts as it is cut."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if not trainer.sharded:
         return {name: tensor.cpu() for name, tensor in own.items()}
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, {name: tensor.cpu().clone() for name, tensor in own.items()})
@@ -292,10 +297,68 @@ def train(trainer: MegatronTrainer, spec: Spec, rank: int, count: int = 5) -> di
     return seen
 
 
-def train_parts(options: Mapping[str, Any], sizes: Mapping[str, int], rank: int, _: int) -> dict[str, Any]:
+def train_parts(
+    options: Mapping[str, Any], sizes: Mapping[str, int], rank: int, _: int, *, device: str = "cpu"
+) -> dict[str, Any]:
     """Do that as one rank of a trainer whose model is apart."""
     spec = job(options, **sizes)
-    return train(MegatronTrainer(shape_of(options), spec), spec, rank, options.get("count", 5))
+    trainer = MegatronTrainer(shape_of(options), spec, device=here(device))
+    return train(trainer, spec, rank, options.get("count", 5))
+
+
+def here(device: str) -> torch.device:
+    """The CPU, or the GPU that this process has."""
+    return torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+
+
+def merged(parts: Sequence[Mapping[str, Any]], kind: str) -> dict[int, Tensor]:
+    """Rows of all trajectories, by number: those of the last rank that gave them."""
+    return {i: row for part in parts for i, row in part[kind].items()}
+
+
+def furthest(found: Mapping[int, Tensor], expected: Mapping[int, Tensor]) -> float:
+    """The largest difference of the values that both have, of the same trajectories."""
+    assert found.keys() == expected.keys()
+    pairs = [(row, expected[i]) for i, row in found.items()]
+    return max(float((a[: len(b)] - b[: len(a)]).abs().max()) for a, b in pairs)
+
+
+def summed(parts: Sequence[Mapping[str, Any]]) -> dict[Any, dict[str, int]]:
+    """What all ranks counted at each site."""
+    keys = {key for part in parts for key in part["sites"]}
+    names = next(iter(parts[0]["sites"].values()))
+    return {
+        key: {name: sum(part["sites"].get(key, {}).get(name, 0) for part in parts) for name in names}
+        for key in keys
+    }
+
+
+def assert_equal(found: Sequence[Mapping[str, Any]], expected: Mapping[str, Any], tensor: int = 1) -> None:
+    """What all ranks saw is what one process did: log-probs, norms, counts and state, in FP32.
+
+    `tensor` is the number of tensor-parallel ranks.
+    """
+    assert {one["supervised"] for one in found} == {found[0]["supervised"]}
+    assert found[0]["supervised"] == pytest.approx(expected["supervised"], rel=1e-5)
+    for version, one in enumerate(expected["versions"]):
+        parts = [each["versions"][version] for each in found]
+        for kind in ("guided", "unguided"):
+            assert furthest(merged(parts, kind), one[kind]) < 1e-5
+        assert furthest(merged(parts, "guided"), merged(parts, "rollout")) < 1e-5
+        assert len({part["norm"] for part in parts}) == 1
+        assert parts[0]["norm"] == pytest.approx(one["norm"], rel=1e-5)
+        # Tensor-parallel ranks count the rows of Key and Value each, of their own heads.
+        again = one["attended_rows"] * (tensor - 1)
+        rows = [sum(part["rows"][i] for part in parts) for i in range(4)]
+        assert rows == [one["rows"][0], 0, one["rows"][2] + again, 0]
+        counts = summed(parts)
+        assert counts == one["sites"]
+        assert all(count["values"] and not count["guided_mismatched"] for count in counts.values())
+        for name, value in one["state"].items():
+            assert all(torch.equal(parts[0]["state"][name], part["state"][name]) for part in parts), name
+            # Adam divides by what may be rounding noise.
+            bound = 1e-3 if name.startswith("weights/") else 1e-4
+            torch.testing.assert_close(parts[0]["state"][name], value, atol=1e-5, rtol=bound, msg=name)
 
 
 def update(trainer: MegatronTrainer, every: list[Trajectory], rank: int) -> None:
@@ -310,17 +373,19 @@ def update(trainer: MegatronTrainer, every: list[Trajectory], rank: int) -> None
     trainer.update()
 
 
-def checkpoints(directory: Path, sizes: Mapping[str, int], rank: int, _: int) -> dict[str, Any]:
+def checkpoints(
+    directory: Path, sizes: Mapping[str, int], rank: int, _: int, *, device: str = "cpu"
+) -> dict[str, Any]:
     """Save and load Megatron's distributed checkpoint."""
     torch.set_num_threads(1)
     spec = job({}, **sizes)
-    straight = MegatronTrainer(EXPERTS, spec)
+    straight = MegatronTrainer(EXPERTS, spec, device=here(device))
     every = sampled(spec, whole(straight, dict(straight.export())), 0)
     update(straight, every, rank)
     straight.save_sharded(directory / "apart")
     saved = whole(straight, straight.state())
     update(straight, every, rank)
-    resumed = MegatronTrainer(EXPERTS, job({"seed": 99}, **sizes))
+    resumed = MegatronTrainer(EXPERTS, job({"seed": 99}, **sizes), device=here(device))
     resumed.load_sharded(directory / "apart")
     loaded = whole(resumed, resumed.state())
     update(resumed, every, rank)

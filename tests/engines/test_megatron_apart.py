@@ -19,9 +19,11 @@ import torch
 from hand_rollout import roll_out
 from megatron_worker import (
     EXPERTS,
+    assert_equal,
     checkpoints,
     job,
     leave,
+    merged,
     run_processes,
     run_ranks,
     shape_of,
@@ -71,19 +73,6 @@ def alone(options: dict[str, Any]) -> dict[str, Any]:
     return train(MegatronTrainer(shape_of(options), spec), spec, 0, options.get("count", 5))
 
 
-def merged(parts: list[dict[str, Any]], kind: str) -> dict[int, Tensor]:
-    return {i: row for part in parts for i, row in part[kind].items()}
-
-
-def summed(parts: list[dict[str, Any]]) -> dict[Any, dict[str, int]]:
-    keys = {key for part in parts for key in part["sites"]}
-    names = next(iter(parts[0]["sites"].values()))
-    return {
-        key: {name: sum(part["sites"].get(key, {}).get(name, 0) for part in parts) for name in names}
-        for key in keys
-    }
-
-
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
@@ -112,32 +101,9 @@ def test_a_model_apart_equals_the_model_together(tmp_path, sizes, options):
     ranks = TrainerParallelism(**sizes).ranks
     found = run_processes(partial(train_parts, options, sizes), tmp_path, processes=ranks)
     expected = alone(options)
-    assert {one["supervised"] for one in found} == {found[0]["supervised"]}
-    assert found[0]["supervised"] == pytest.approx(expected["supervised"], rel=1e-5)
-    for version, one in enumerate(expected["versions"]):
-        parts = [each["versions"][version] for each in found]
-        for kind in ("guided", "unguided"):
-            rows = merged(parts, kind)
-            assert rows.keys() == one[kind].keys()
-            for i, row in rows.items():
-                assert (row - one[kind][i][: len(row)]).abs().max() < 1e-5
-        for i, row in merged(parts, "rollout").items():
-            assert (row - merged(parts, "guided")[i][: len(row)]).abs().max() < 1e-5
-        assert len({part["norm"] for part in parts}) == 1
-        assert parts[0]["norm"] == pytest.approx(one["norm"], rel=1e-5)
-        # Tensor-parallel ranks count the rows of Key and Value each, of their own heads.
-        again = one["attended_rows"] * (sizes.get("tensor", 1) - 1)
-        rows = [sum(part["rows"][i] for part in parts) for i in range(4)]
-        assert rows == [one["rows"][0], 0, one["rows"][2] + again, 0]
-        counts = summed(parts)
-        assert counts == one["sites"]
-        assert all(count["values"] and not count["guided_mismatched"] for count in counts.values())
-        assert ((1, "FC2Input") in counts) is (options.get("method") != "QAT")
-        for name, tensor in one["state"].items():
-            assert all(torch.equal(parts[0]["state"][name], part["state"][name]) for part in parts), name
-            # Adam divides by what may be rounding noise.
-            bound = 1e-3 if name.startswith("weights/") else 1e-4
-            torch.testing.assert_close(parts[0]["state"][name], tensor, atol=1e-5, rtol=bound, msg=name)
+    assert_equal(found, expected, sizes.get("tensor", 1))
+    for one in expected["versions"]:
+        assert ((1, "FC2Input") in one["sites"]) is (options.get("method") != "QAT")
 
 
 @pytest.mark.parametrize("sizes", [EXPERTS_APART, {"pipeline": 2}], ids=["experts", "stages"])

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from data_parallel_worker import assert_two_equal_one
 from rollout_builders import SHAPE, Rollout, spec_of, weights_of
 
 from tracerl.api.errors import JobError
@@ -389,3 +390,10 @@ def test_a_new_version_is_computed_with_by_graphs_of_before(rollout):
     one.generate(*ask)
     one.push(weights_of(1), 1)
     assert [o.tokens for o in one.generate(*ask)] == [o.tokens for o in other.generate(*ask)]
+
+
+@pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="two processes need two GPUs, and there is one here"
+)
+def test_two_processes_on_two_gpus_equal_one_with_the_whole_batch(tmp_path):
+    assert_two_equal_one(tmp_path, "cuda")

@@ -1,44 +1,17 @@
-"""`tracerl run` with both roles on the GPU, which they share where there is one."""
+"""`tracerl run` with both roles on the GPU, which they share where there is one, and on two GPUs."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-MANIFEST = """
-apiVersion: tracerl.dev/v1alpha1
-kind: TraceRLJob
-metadata: {name: gpu}
-spec:
-  model: {uri: "builtin://tiny-moe"}
-  warmup: {steps: 60, seed: 2}
-  task: {name: builtin/chain_sum}
-  algorithm: {steps: 6, promptsPerStep: 16, samplesPerPrompt: 8, maxVersionDiff: 1}
-  method: {name: TRACE}
-  records: {auditEvery: 4}
-  rollout: {gpusPerNode: 1}
-  trainer: {gpusPerNode: 1}
-  transport: {ring: {size: 32Mi}}
-"""
-
-
-def tracerl(*arguments, **environment):
-    return subprocess.run(
-        [sys.executable, "-m", "tracerl", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env={**os.environ, **environment},
-        check=False,
-    )
+import pytest
+import torch
+from runs import EQUAL, MANIFEST, assert_sound, first_steps_equal, logs_of, sets, steps_of, tracerl
 
 
 def test_a_run_with_both_roles_on_the_gpu(tmp_path: Path):
     manifest, out = tmp_path / "job.yaml", tmp_path / "run"
     manifest.write_text(MANIFEST)
     done = tracerl("run", manifest, "--out", out, TRACERL_CACHE=str(tmp_path / "cache"))
-    assert done.returncode == 0, done.stdout + done.stderr + _logs(out)
+    assert done.returncode == 0, done.stdout + done.stderr + logs_of(out)
     steps = steps_of(out)
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
     for step in steps:
@@ -49,15 +22,14 @@ def test_a_run_with_both_roles_on_the_gpu(tmp_path: Path):
 def test_steps_are_compared_by_what_they_take_of_the_gpu(tmp_path: Path):
     manifest, out = tmp_path / "job.yaml", tmp_path / "run"
     manifest.write_text(MANIFEST)
-    changes = (
+    changes = sets(
         "algorithm.maxVersionDiff=0",
         "algorithm.steps=4",
         "records.auditEvery=0",
         "observe.baselineEvery=1",
     )
-    sets = [word for change in changes for word in ("--set", f"spec.{change}")]
-    done = tracerl("run", manifest, "--out", out, *sets, TRACERL_CACHE=str(tmp_path / "cache"))
-    assert done.returncode == 0, done.stdout + done.stderr + _logs(out)
+    done = tracerl("run", manifest, "--out", out, *changes, TRACERL_CACHE=str(tmp_path / "cache"))
+    assert done.returncode == 0, done.stdout + done.stderr + logs_of(out)
     pairs = [step["baseline"] for step in steps_of(out)]
     assert pairs[0] is None
     assert pairs[-1]["so_far"]["pairs"] == 3
@@ -90,10 +62,35 @@ def test_a_machine_whose_gpus_are_hidden_is_one_sentence(tmp_path: Path):
     assert "Traceback" not in done.stderr
 
 
-def steps_of(out: Path):
-    lines = (out / "metrics.jsonl").read_text().splitlines()
-    return [record for line in lines if (record := json.loads(line))["type"] == "step"]
+TWO_GPUS = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="two trainers need two GPUs, and there is one here"
+)
+TWO_NODES = sets("rollout.nodes=2", "trainer.nodes=2", "trainer.parallelism.data=2")
 
 
-def _logs(out: Path) -> str:
-    return "\n".join(f"{path.name}: {path.read_text()[-3000:]}" for path in out.glob("logs/*"))
+@TWO_GPUS
+def test_two_trainers_on_two_gpus_train_as_one_does(tmp_path: Path):
+    """FP32, everything guided, from one warm-up: the same tokens, rewards and figures in the first step."""
+    manifest = tmp_path / "job.yaml"
+    manifest.write_text(MANIFEST)
+    for name, more in (("one", []), ("two", TWO_NODES)):
+        out = tmp_path / name
+        command = ("run", manifest, "--out", out, *sets(*EQUAL), *more)
+        done = tracerl(*command, TRACERL_CACHE=str(tmp_path / "cache"))
+        assert done.returncode == 0, done.stdout + done.stderr + logs_of(out)
+        assert_sound(out, steps=3)
+    first_steps_equal(tmp_path / "two", tmp_path / "one")
+
+
+@TWO_GPUS
+def test_two_nodes_with_both_roles_on_two_gpus(tmp_path: Path):
+    """BF16, warmed up over NCCL as well; two rollouts share the GPUs with the trainers."""
+    manifest, out = tmp_path / "job.yaml", tmp_path / "run"
+    manifest.write_text(MANIFEST)
+    done = tracerl("run", manifest, "--out", out, *TWO_NODES, TRACERL_CACHE=str(tmp_path / "cache"))
+    assert done.returncode == 0, done.stdout + done.stderr + logs_of(out)
+    steps = steps_of(out)
+    assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
+    for step in steps:
+        assert step["gap_ratio"] < 1
+        assert step["records"]["rows_missing"] == step["routes_missing"] == 0

@@ -1,12 +1,10 @@
 """The reference trainer against rollouts decoded by hand, transformers, and torch's optimizer."""
 
 import dataclasses
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from data_parallel_worker import assert_two_equal_one
 from hand_rollout import roll_out, spec_of
 from torch import Tensor
 from torch.nn import functional
@@ -456,20 +454,4 @@ def test_a_model_without_memory_for_it_is_one_sentence(hidden: int):
 
 
 def test_two_processes_equal_one_with_the_whole_batch(tmp_path):
-    worker = Path(__file__).with_name("data_parallel_worker.py")
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(worker), str(tmp_path), str(rank), "2"], stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    for process in processes:
-        _, errors = process.communicate(timeout=100)
-        assert process.returncode == 0, errors
-    from data_parallel_worker import train
-
-    alone = train(0, 1)
-    states = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
-    for name, expected in alone.items():
-        assert torch.equal(states[0][name], states[1][name]), name
-        torch.testing.assert_close(states[0][name], expected, atol=1e-5, rtol=1e-4, msg=name)
+    assert_two_equal_one(tmp_path, "cpu")
