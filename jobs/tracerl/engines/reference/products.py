@@ -19,7 +19,7 @@ from torch.nn import functional
 
 @cache
 def multiplies_bf16() -> bool:
-    """Whether torch has more than plain loops for products of BF16 on this CPU: oneDNN's need AVX-512."""
+    """Whether torch has oneDNN's products of BF16 on this CPU, and not plain loops alone, as with AVX2."""
     mkldnn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return bool(mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
