@@ -59,6 +59,8 @@ LARGE = 64 * MIB
 FOOTPRINT = 512 * MIB
 """Bytes of source that launches rotate among: several times the L2 cache of an H200."""
 SAMPLES = 21
+VALUES = 160 * MIB
+"""How many are compared: more than 100 million of 16 bits."""
 
 
 # -- time -------------------------------------------------------------------------------------------------
@@ -241,15 +243,18 @@ def instructions() -> dict[str, dict[str, float]]:
     from tracerl.numerics.triton import kernels, launch
 
     case = Case.of(MIB, 0)
-    values = launch._TILE * 16 / (32 * launch._OPTIONS["num_warps"])
     found = {}
     for name, (function, _) in KERNELS.items():
-        kernel = kernels.guided_kernel if name.startswith("guided") else kernels.quantize_kernel
+        kernel, cut = kernels.quantize_kernel, launch.NEAREST
+        if name == "rtnQuantizePack":
+            kernel, cut = kernels.parity_kernel, launch.PARITIES
+        if name.startswith("guided"):
+            kernel, cut = kernels.guided_kernel, launch.GUIDED
         with compiled(kernel) as caught:
             function(case)
         code = caught[-1]
         found[name] = {
-            "perValue": round(executed(code.asm["cubin"]) / values, 2),
+            "perValue": round(executed(code.asm["cubin"]) / (cut.blocks * 16 / (32 * cut.warps)), 2),
             "registers": code.n_regs,
             "spills": code.n_spills,
         }
@@ -277,7 +282,10 @@ class compiled:  # noqa: N801
 
 
 def executed(cubin: bytes) -> int:
-    """Count instructions up to the last exit: behind it are the slow paths of divisions, and padding."""
+    """Count instructions of a tile: of the loop, or up to the last exit.
+
+    Behind that are the slow paths of divisions, and padding.
+    """
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
@@ -285,9 +293,19 @@ def executed(cubin: bytes) -> int:
         file.write(cubin)
         file.flush()
         listing = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
-    lines = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", listing, re.MULTILINE)
-    last = max(i for i, line in enumerate(lines) if "EXIT" in line)
-    return last + 1
+    labels: dict[str, int] = {}
+    count = exits = loop = 0
+    for line in listing.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = count
+        elif instruction := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+            count += 1
+            if "EXIT" in instruction[1]:
+                exits = count
+            back = re.search(r"BRA.*\((\.L_x_\d+)\)", instruction[1])
+            if back and not exits:
+                loop = max(loop, count - labels.get(back[1], count))
+    return loop or exits
 
 
 # -- bits -------------------------------------------------------------------------------------------------
@@ -348,7 +366,7 @@ def verify_piece(seed: int, values: int, k: int, dtype: torch.dtype, order: Orde
     result = guided_fake_quantize(y.cuda(), there, order=order, band=band)
     same(result + 0.0, dequantize(wanted, dtype) + 0.0, f"guided values, {what}")
 
-    size = guide.codes.shape[1] + guide.scales.shape[1]
+    size = max(guide.codes.shape[1], k // 8) + guide.scales.shape[1]
     rows, zero_bits = (
         torch.zeros(n, size + 12, dtype=torch.uint8),
         torch.zeros(n, -(-k // 128), dtype=torch.uint8),
@@ -364,6 +382,14 @@ def verify_piece(seed: int, values: int, k: int, dtype: torch.dtype, order: Orde
     same(rows_device, rows, f"rows, {what}")
     same(zero_device, zero_bits, f"zero blocks, {what}")
     same(into, out, f"values beside rows, {what}")
+
+    # Nothing but one bit of the codes, under one tensor scale.
+    scale = TensorScale(scale.value.reshape(-1)[0], scale.convention)
+    arguments |= {"code_bits": 1, "tensor_scale": scale}
+    quantize_into_rows(x, rows, at, zero_bits=zero_bits, **arguments)
+    quantize_into_rows(device, rows_device, at, zero_bits=zero_device, **arguments)
+    same(rows_device, rows, f"rows of one bit, {what}")
+    same(zero_device, zero_bits, f"zero blocks of one bit, {what}")
 
     width = (0, 1, 2, 3, 4, 8)[seed % 6]
     packed = pack_bits(q.codes, width)
@@ -389,7 +415,7 @@ def pieces(values: int) -> Iterator[tuple[int, int, int, torch.dtype, Order]]:
         yield seed, -(-values // 40 // k) * k, k, dtypes[seed % 3], orders[seed % len(orders)]
 
 
-def verify(values: int = 128 * MIB) -> int:
+def verify(values: int = VALUES) -> int:
     """Compare all functions with the CPU's on as many values; AssertionError where any differ."""
     torch.set_num_threads(1)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -447,7 +473,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--verify", action="store_true")
-    parser.add_argument("--values", type=int, default=128 * MIB, help="how many to compare")
+    parser.add_argument("--values", type=int, default=VALUES, help="how many to compare")
     parser.add_argument("--quick", action="store_true", help="two sizes")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():

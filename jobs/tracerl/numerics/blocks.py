@@ -47,6 +47,8 @@ class BlockFormat:
 NVFP4 = BlockFormat("NVFP4", E2M1, E4M3, 16)
 MXFP4 = BlockFormat("MXFP4", E2M1, E8M0, 32)
 
+Convention = Literal["amax", "encode", "decode"]
+
 TENSOR_RANGE = E2M1.largest * E4M3.largest
 """2688, the largest magnitude that a tensor scale of 1 can hold."""
 
@@ -63,7 +65,7 @@ class TensorScale:
 
     value: Tensor
     """FP32 and finite: a scalar, or [..., 1] with one a row."""
-    convention: Literal["amax", "encode", "decode"]
+    convention: Convention
 
     @classmethod
     def one(cls) -> TensorScale:

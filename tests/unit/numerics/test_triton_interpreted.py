@@ -161,6 +161,60 @@ def test_rows_of_a_record(k: int, code_bits: int, scale_bits: int) -> None:
     same(zero_bits, wanted_zero)
 
 
+@pytest.mark.parametrize("scale", [ONE, TensorScale(torch.tensor(0.37), "amax")])
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("order", Order)
+def test_one_bit_of_every_magnitude(order: Order, dtype: torch.dtype, scale: TensorScale) -> None:
+    """Blocks of all magnitudes down to a thousandth of one that decides their scale, which is any of many."""
+    generator = torch.Generator().manual_seed(0)
+    tops = (torch.randn(16, generator=generator) * 12).clamp_(-20, 15).exp2().to(dtype).view(torch.int16)
+    below = torch.arange(1920)[torch.randperm(1920, generator=generator)].to(torch.int16)
+    patterns = (tops[:, None] - below).clamp_(min=0).view(16, 128, 15)
+    patterns = torch.cat([patterns, tops[:, None, None].expand(-1, 128, 1)], 2).view(16, 2048)
+    x = torch.where(torch.rand(patterns.shape, generator=generator) < 0.5, 1, -1) * patterns.view(dtype)
+    assert len(quantize(x, order=order, tensor_scale=scale).scales.unique()) > 8
+    rows, wanted = torch.zeros(2, 16, 256 + 48, dtype=torch.uint8)
+    zero_bits, wanted_zero = torch.zeros(2, 16, 16, dtype=torch.uint8)
+    widths = {"code_bits": 1, "scale_bits": 3, "tensor_scale": scale, "order": order}
+    quantize_into_rows(x, wanted, 0, zero_bits=wanted_zero, **widths)
+    triton.quantize_into_rows(x, rows, 0, zero_bits=zero_bits, site="", **widths)
+    same(rows, wanted)
+    same(zero_bits, wanted_zero)
+
+
+def test_one_bit_of_values_that_make_no_pairs() -> None:
+    """An odd stride, an odd start, FP32, and a scale a row: all are packed nevertheless."""
+    x = hard_blocks(6, 96, torch.bfloat16)
+    stretched, moved = torch.empty(6, 97, dtype=x.dtype), torch.empty(6 * 96 + 1, dtype=x.dtype)
+    stretched[:, :96], moved[1:] = x, x.flatten()
+    by_row = TensorScale(torch.rand(6, 1, generator=torch.Generator().manual_seed(0)) + 0.5, "encode")
+    for view, scale in (
+        (stretched[:, :96], ONE),
+        (moved[1:].view(6, 96), ONE),
+        (x.float(), ONE),
+        (x, by_row),
+    ):
+        rows, wanted = torch.zeros(2, 6, 15, dtype=torch.uint8)
+        zero_bits, wanted_zero = torch.zeros(2, 6, 1, dtype=torch.uint8)
+        widths = {"code_bits": 1, "scale_bits": 3, "tensor_scale": scale, "order": Order.RECIPROCAL}
+        quantize_into_rows(view, wanted, 0, zero_bits=wanted_zero, **widths)
+        triton.quantize_into_rows(view, rows, 0, zero_bits=zero_bits, site="", **widths)
+        same(rows, wanted)
+        same(zero_bits, wanted_zero)
+
+
+@pytest.mark.parametrize("blocks", [1, 8])
+def test_no_one_bit_of_what_is_not_finite(blocks: int) -> None:
+    rows, zero_bits = (torch.zeros(3, size * blocks, dtype=torch.uint8) for size in (3, 1))
+    widths = {"code_bits": 1, "scale_bits": 8, "tensor_scale": ONE, "order": Order.RECIPROCAL}
+    for bad in (torch.nan, -torch.nan, torch.inf, -torch.inf):
+        x = torch.ones(3, 16 * blocks, dtype=torch.bfloat16)
+        triton.quantize_into_rows(x, rows, 0, zero_bits=zero_bits, site="layer 3", **widths)
+        x[1, -1] = bad
+        with pytest.raises(NonFiniteError, match="layer 3 holds NaN or Inf"):
+            triton.quantize_into_rows(x, rows, 0, zero_bits=zero_bits, site="layer 3", **widths)
+
+
 @pytest.mark.parametrize("n", [1, 5, 8, 129])
 @pytest.mark.parametrize("bits", [0, 1, 2, 3, 4, 8])
 def test_packing(bits: int, n: int) -> None:
@@ -212,7 +266,7 @@ def test_rows_longer_than_a_grid(blocks: int, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_programs_of_a_long_row() -> None:
-    tile = launch._tile(torch.empty(1, 1 << 27, dtype=torch.bfloat16, device="meta"))
+    tile = launch._tile(torch.empty(1, 1 << 27, dtype=torch.bfloat16, device="meta"), launch.NEAREST)
     assert tile is not None
     assert tile.grid == (1, 32768)
     assert tile.options["NB"] * tile.grid[1] * 16 == 1 << 27

@@ -27,6 +27,7 @@ NON_FINITE = tl.constexpr(0)
 NO_SCALE = tl.constexpr(1)
 """Byte of a site's mark that is set where its record holds a whole scale that is not a finite one."""
 
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _LARGEST_FP32 = tl.constexpr(3.4028234663852886e38)
 _EXPONENT = tl.constexpr(0x7F800000)
 _SIGN = tl.constexpr(-0x80000000)
@@ -162,6 +163,24 @@ def _e2m1_value(pattern):
 
 
 @triton.jit
+def _ends(v, less, octave):
+    """Sums of `_nearest`, as patterns, rounded down for v and up for `less`."""
+    if _INTERPRETED:  # which rounds to nearest only
+        shift = octave * 6291456.0
+        down, up = v + shift, less + shift
+        down, up = _bits(down) - (down - shift > v), _bits(up) + (up - shift < less)
+    else:
+        shift = tl.full(v.shape, 6291456.0, tl.float32)
+        down = tl.inline_asm_elementwise(
+            "fma.rm.f32 $0, $1, $2, $3;", "=r,r,r,r", [octave, shift, v], tl.int32, True, 1
+        )
+        up = tl.inline_asm_elementwise(
+            "fma.rp.f32 $0, $1, $2, $3;", "=r,r,r,r", [octave, shift, less], tl.int32, True, 1
+        )
+    return down, up
+
+
+@triton.jit
 def _moved(
     v, octave, shifted, nearest, record, guided, band, BITS: tl.constexpr, BANDED: tl.constexpr
 ):  # fmt: skip
@@ -171,16 +190,14 @@ def _moved(
     """
     beyond = v - nearest
     if BITS == 1:
-        # To the end whose low bit is the recorded one; but from 2 to 2.25 and from 4 to 4.5 always the lower,
-        # as the nearest odd magnitude is below the bracket. Bits are moved to where they make 2.0 or 0.
-        low = shifted << 30
-        other = (low ^ (record << 30)) & tl.where(guided, 0x40000000, 0)[:, None]
-        sixteenth = octave * 0.0625
-        threshold = sixteenth * _float(_bits(v) & ~low & 0x40000000)
-        # As unsigned patterns the negative are above all thresholds.
-        moves = _bits(beyond).to(tl.uint32, bitcast=True) > _bits(threshold).to(tl.uint32, bitcast=True)
-        step = sixteenth * _float(other | (_bits(beyond) & _SIGN))
-        FACTOR: tl.constexpr = 4.0
+        # To the end whose low bit is the recorded one. But from 2 to 2.25 and from 4 to 4.5 it is the lower
+        # one, as the nearest odd magnitude is below the bracket: the upper is that of an eighth less.
+        bit = record << 30
+        less = tl.fma(_float(_bits(octave) & bit & 0x40000000), octave * -0.0625, v)
+        down, up = _ends(v, less, octave)
+        # Of these and the nearest, two are the same; all three are if v is on the grid.
+        other = down + up - shifted
+        moves = ((shifted << 30 ^ bit) & tl.where(guided, 0x40000000, 0)[:, None]) != 0
     else:
         if BITS == 2:
             # Of the two magnitudes with these low bits; the middle still belongs to the smaller one.
@@ -194,11 +211,14 @@ def _moved(
         width = octave * tl.where(guided, 0.5, 0.0)[:, None]
         step = tl.clamp(reference - nearest, -width, width)
         moves = (_bits(beyond) ^ (_bits(step) & _SIGN)) > 0
-        FACTOR: tl.constexpr = 1.0
     if BANDED:
         # By half the octave, which is the width of the bracket.
         moves &= 0.5 - tl.abs(beyond) * _float(0x7F800000 - _bits(octave)) <= band
-    return tl.fma(tl.where(moves, step, 0.0), FACTOR, nearest)
+    if BITS == 1:
+        taken = tl.fma(octave, -6291456.0, _float(tl.where(moves, other, shifted)))
+    else:
+        taken = nearest + tl.where(moves, step, 0.0)
+    return taken
 
 
 @triton.jit
@@ -213,10 +233,10 @@ def _amax(low, high, SPLITS: tl.constexpr):
 
 
 @triton.jit
-def _places(r, n, NB: tl.constexpr, B: tl.constexpr):
+def _places(tile, r, n, NB: tl.constexpr, B: tl.constexpr):
     """Row, block in the row, and whether both are there: of the tile's blocks, [B] each."""
     i = tl.arange(0, B)
-    row = tl.program_id(0) * (B // NB) + i // NB
+    row = tile * (B // NB) + i // NB
     block = tl.program_id(1) * NB + i % NB
     return row, block, (row < r) & (block < n)
 
@@ -271,7 +291,7 @@ def _packed(shifted, y, BITS: tl.constexpr):
 
 @triton.jit
 def _store_block_bits(
-    out, out_stride, last, last_stride, r, n, values, NB: tl.constexpr, BITS: tl.constexpr
+    out, out_stride, last, last_stride, tile, r, n, values, NB: tl.constexpr, BITS: tl.constexpr
 ):  # fmt: skip
     """Store the bits of blocks, int32 [B] each, row by row in whole bytes.
 
@@ -288,7 +308,7 @@ def _store_block_bits(
     BYTES: tl.constexpr = triton.next_power_of_2(BITS + 1)
     j = tl.arange(0, GROUP if GROUP > BYTES else BYTES)
     g = tl.arange(0, GROUPS)
-    row = (tl.program_id(0) * (GROUPS * GROUP // NB) + g // (NB // GROUP))[:, None]
+    row = (tile * (GROUPS * GROUP // NB) + g // (NB // GROUP))[:, None]
     group = (tl.program_id(1) * (NB // GROUP) + g % (NB // GROUP))[:, None]
     packed = (word[:, None] >> (8 * j)[None, :]).to(tl.uint8)
     if BITS > 0:
@@ -368,6 +388,23 @@ def _store_scales(scales, row_stride, row, block, there, codes):
     tl.store(scales + row.to(tl.int64) * row_stride + block, codes.to(tl.uint8), mask=there)
 
 
+@triton.jit
+def _store_of_blocks(
+    scales, scales_stride, zero_bits, zero_stride, tile, row, block, there, r, n, codes,
+    SCALE_BITS: tl.constexpr, NB: tl.constexpr,
+):  # fmt: skip
+    """Store what is wanted of scale codes int32 [B]: whole, or their low bits; and which are zero."""
+    PACKED_BITS: tl.constexpr = SCALE_BITS % 8
+    if SCALE_BITS == 8:
+        _store_scales(scales, scales_stride, row, block, there, codes)
+    if PACKED_BITS > 0 or zero_bits is not None:
+        zero = tl.where(codes == 0, 1 << PACKED_BITS, 0)
+        bits = tl.where(there, codes & ((1 << PACKED_BITS) - 1) | zero, 0)
+        _store_block_bits(
+            scales, scales_stride, zero_bits, zero_stride, tile, r, n, bits, NB, PACKED_BITS
+        )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["r", "slot"])
 def quantize_kernel(
     x,  # [r, n * 16]
@@ -395,7 +432,7 @@ def quantize_kernel(
     SPLITS: tl.constexpr,
 ):
     """Round to nearest: any of dequantised values, codes and scales, packed or not, and zero blocks."""
-    row, block, there = _places(r, n, NB, B)
+    row, block, there = _places(tl.program_id(0), r, n, NB, B)
     low, high = _halves(x, x_stride, row, block, there)
     up, back, decode = _tensor_scales(up, back, decode, row, there, PER_ROW)
     amax = _amax(low, high, SPLITS)
@@ -410,13 +447,125 @@ def quantize_kernel(
         x, values, codes, codes_stride, row, block, there, n, scale * decode,
         y_0, nearest_0, shifted_0, y_1, nearest_1, shifted_1, SIGNED, CODE_BITS,
     )  # fmt: skip
-    PACKED_BITS: tl.constexpr = SCALE_BITS % 8
-    if SCALE_BITS == 8:
-        _store_scales(scales, scales_stride, row, block, there, scale_code)
-    if PACKED_BITS > 0 or zero_bits is not None:
-        zero = tl.where(scale_code == 0, 1 << PACKED_BITS, 0)
-        bits = tl.where(there, scale_code & ((1 << PACKED_BITS) - 1) | zero, 0)
-        _store_block_bits(scales, scales_stride, zero_bits, zero_stride, r, n, bits, NB, PACKED_BITS)
+    _store_of_blocks(
+        scales, scales_stride, zero_bits, zero_stride, tl.program_id(0), row, block, there, r, n, scale_code,
+        SCALE_BITS, NB,
+    )  # fmt: skip
+
+
+@triton.jit
+def _larger(a, b):
+    """The larger of both pairs of u16 that a word holds."""
+    if _INTERPRETED:
+        a, b = a.to(tl.uint32, bitcast=True), b.to(tl.uint32, bitcast=True)
+        pair = tl.maximum(a >> 16, b >> 16) << 16 | tl.maximum(a & 0xFFFF, b & 0xFFFF)
+        pair = pair.to(tl.int32, bitcast=True)
+    else:
+        pair = tl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1)
+    return pair
+
+
+@triton.jit
+def _parities(pairs, step_1, step_2, step_3, step_4, step_5, step_6, step_7):
+    """Low bits of the codes of pairs int32 [B, N], as the highest bit of each half.
+
+    A step [B] is the smallest magnitude of its code, in both halves of a word. Each half of `pairs` has its
+    highest bit set, so that it alone is lost where the difference is negative, and every code but 0 turns it.
+    """
+    odd = (pairs - step_1[:, None]) ^ (pairs - step_2[:, None]) ^ (pairs - step_3[:, None])
+    odd ^= (pairs - step_4[:, None]) ^ (pairs - step_5[:, None])
+    return odd ^ (pairs - step_6[:, None]) ^ (pairs - step_7[:, None])
+
+
+@triton.jit
+def _pairs(x, x_stride, tile, r, n, NB: tl.constexpr, B: tl.constexpr):
+    """Both halves int32 [B, 4] of blocks."""
+    row, block, there = _places(tile, r, n, NB, B)
+    at = x + (row.to(tl.int64) * x_stride + block * 8)[:, None] + tl.arange(0, 4)[None, :]
+    low = tl.load(at, mask=there[:, None], other=0)
+    high = tl.load(at + 4, mask=there[:, None], other=0)
+    return low, high
+
+
+@triton.jit
+def _parity_tile(
+    low, high, tile, r, n, up, steps, codes, codes_stride, scales, scales_stride, zero_bits, zero_stride,
+    marks, slot, ORDER: tl.constexpr, FLOAT16: tl.constexpr, SCALE_BITS: tl.constexpr, NB: tl.constexpr,
+    B: tl.constexpr,
+):  # fmt: skip
+    """Pack one tile of `parity_kernel`."""
+    DTYPE: tl.constexpr = tl.float16 if FLOAT16 else tl.bfloat16
+    row, block, there = _places(tile, r, n, NB, B)
+    low, high = low | -0x7FFF8000, high | -0x7FFF8000
+    a = _larger(low, high).reshape(B, 2, 2)
+    a, b = tl.split(a)
+    a, b = tl.split(_larger(a, b))
+    pair = _larger(a, b)
+    pattern = tl.maximum((pair >> 16) & 0x7FFF, pair & 0x7FFF).to(tl.int16)
+    amax = _as_float32(pattern.to(DTYPE, bitcast=True))
+    _mark(marks, slot, (_bits(amax) >= 0x7F800000) & there, NON_FINITE)
+    _, scale_code = _block_scale(amax, up, ORDER, DTYPE)
+
+    entry = steps + ((scale_code & 127) * 8)[:, None] + tl.arange(0, 4)[None, :]
+    even, odd = tl.split(tl.load(entry).reshape(B, 2, 2))
+    step_1, step_3 = tl.split(even)
+    step_2, step_4 = tl.split(odd)
+    even, odd = tl.split(tl.load(entry + 4).reshape(B, 2, 2))
+    step_5, step_7 = tl.split(even)
+    step_6, _ = tl.split(odd)
+    low = _parities(low, step_1, step_2, step_3, step_4, step_5, step_6, step_7)
+    high = _parities(high, step_1, step_2, step_3, step_4, step_5, step_6, step_7)
+    # The first of each pair two bits apart in the lower half of a word, the second in the higher.
+    i = tl.arange(0, 4)[None, :] * 2
+    low = (low & -0x7FFF8000).to(tl.uint32, bitcast=True) >> (15 - i)
+    high = (high & -0x7FFF8000).to(tl.uint32, bitcast=True) >> (7 - i)
+    word = tl.sum((low | high).to(tl.int32, bitcast=True), 1)
+    word = word & 0x5555 | word >> 15 & 0xAAAA
+    first, second = word.to(tl.uint8)[:, None], (word >> 8).to(tl.uint8)[:, None]
+    _put(codes, codes_stride, row, block, there, first, second, True)
+    _store_of_blocks(
+        scales, scales_stride, zero_bits, zero_stride, tile, row, block, there, r, n, scale_code,
+        SCALE_BITS, NB,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["r", "slot"])
+def parity_kernel(
+    x,  # int32 [r, n * 8]: pairs of BF16, or of FP16
+    x_stride,
+    r,
+    n,
+    up,
+    steps,  # int32 [128, 8]: by scale code
+    codes,  # u8 [r, n * 2]: packed
+    codes_stride,
+    scales,
+    scales_stride,
+    zero_bits,
+    zero_stride,
+    marks,
+    slot,
+    ORDER: tl.constexpr,
+    FLOAT16: tl.constexpr,  # else BF16
+    SCALE_BITS: tl.constexpr,
+    NB: tl.constexpr,
+    B: tl.constexpr,
+):
+    """`quantize_kernel` for one bit of the codes and no values: no value is scaled or rounded.
+
+    Under one tensor scale the scale code decides which 16-bit magnitudes get which code.
+    """
+    tile = tl.program_id(0)
+    low, high = _pairs(x, x_stride, tile, r, n, NB, B)
+    for _ in tl.range(tile, tl.cdiv(r, B // NB), tl.num_programs(0), num_stages=1):
+        # The next tile's values are on their way while this one's are computed with.
+        next_tile = tile + tl.num_programs(0)
+        next_low, next_high = _pairs(x, x_stride, next_tile, r, n, NB, B)
+        _parity_tile(
+            low, high, tile, r, n, up, steps, codes, codes_stride, scales, scales_stride, zero_bits,
+            zero_stride, marks, slot, ORDER, FLOAT16, SCALE_BITS, NB, B,
+        )  # fmt: skip
+        tile, low, high = next_tile, next_low, next_high
 
 
 @triton.jit
@@ -442,22 +591,85 @@ def _field(packed, row_stride, row, i, size, there, BITS: tl.constexpr):
 
 
 @triton.jit
-def _toward(
-    y, start, there, guided, band, BITS: tl.constexpr, BANDED: tl.constexpr, CODES: tl.constexpr
-):  # fmt: skip
-    """Round scaled values FP32 [B, 8] toward records u8 that begin at `start` [B]: sums, magnitudes."""
+def _toward(y, packed, guided, band, BITS: tl.constexpr, BANDED: tl.constexpr, CODES: tl.constexpr):
+    """Round scaled values FP32 [B, 8] toward records u8 [B, BITS], if any: sums, magnitudes."""
     v = _saturated(y, BITS % 4 == 0)
     octave, shifted, nearest = _nearest(v)
     if BITS > 0:
-        BYTES: tl.constexpr = y.shape[1] * BITS // 8
-        at = start[:, None] + tl.arange(0, BYTES)[None, :]
-        packed = tl.load(at, mask=there[:, None], other=0).to(tl.int32)
         i = tl.arange(0, 8 // BITS) * BITS
         record = (packed[:, :, None] >> i[None, None, :]).reshape(y.shape[0], y.shape[1])
         nearest = _moved(v, octave, shifted, nearest, record, guided, band, BITS, BANDED)
     if CODES:
         _, shifted, _ = _nearest(tl.abs(nearest))
     return shifted, nearest
+
+
+@triton.jit
+def _guide(
+    x, x_stride, r, n, record, record_stride, low_scales, low_scales_stride, zero_blocks, zero_stride,
+    present, present_stride, tile, BITS: tl.constexpr, SCALE_BITS: tl.constexpr, NB: tl.constexpr,
+    B: tl.constexpr,
+):  # fmt: skip
+    """Load what a tile is computed from: halves, if guided, scales' bits, and codes' bytes by halves."""
+    row, block, there = _places(tile, r, n, NB, B)
+    at = x + (row.to(tl.int64) * x_stride + block * 16)[:, None] + tl.arange(0, 8)[None, :]
+    low = tl.load(at, mask=there[:, None])
+    high = tl.load(at + 8, mask=there[:, None])
+    guided = there
+    if present is not None:
+        guided &= tl.load(present + row.to(tl.int64) * present_stride, mask=there, other=0) != 0
+    if zero_blocks is not None:
+        guided &= tl.load(zero_blocks + row.to(tl.int64) * zero_stride + block, mask=there, other=1) == 0
+    recorded = tl.zeros([B], tl.int32)
+    if SCALE_BITS > 0:
+        size = (n * SCALE_BITS + 7) // 8
+        recorded = _field(low_scales, low_scales_stride, row, block, size, there, SCALE_BITS)
+    BYTES: tl.constexpr = BITS if BITS > 0 else 1
+    packed_0, packed_1 = tl.zeros([B, BYTES], tl.int32), tl.zeros([B, BYTES], tl.int32)
+    if BITS > 0:
+        start = record + row.to(tl.int64) * record_stride + block * (2 * BITS)
+        at = start[:, None] + tl.arange(0, BITS)[None, :]
+        packed_0 = tl.load(at, mask=there[:, None], other=0).to(tl.int32)
+        packed_1 = tl.load(at + BITS, mask=there[:, None], other=0).to(tl.int32)
+    return low, high, guided, recorded, packed_0, packed_1
+
+
+@triton.jit
+def _guided_tile(
+    low, high, guided, recorded, packed_0, packed_1, x, r, n, up, back, decode, band, values, codes, scales,
+    marks, slot, tile, ORDER: tl.constexpr, PER_ROW: tl.constexpr, GUIDE_BITS: tl.constexpr,
+    GUIDE_SCALE_BITS: tl.constexpr, BANDED: tl.constexpr, NB: tl.constexpr, B: tl.constexpr,
+    SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Round one tile of `guided_kernel`."""
+    row, block, there = _places(tile, r, n, NB, B)
+    low, high = _as_float32(low), _as_float32(high)
+    up, back, decode = _tensor_scales(up, back, decode, row, there, PER_ROW)
+    amax = _amax(low, high, SPLITS)
+    _mark(marks, slot, (_bits(amax) >= 0x7F800000) & there, NON_FINITE)
+    scale, scale_code = _block_scale(amax, up, ORDER, x.dtype.element_ty)
+    if GUIDE_SCALE_BITS > 0:
+        if GUIDE_SCALE_BITS == 8:
+            _mark(marks, slot, (recorded > 126) & there, NO_SCALE)
+            guided &= recorded > 0
+        else:
+            recorded = _rebuild(scale_code, recorded, GUIDE_SCALE_BITS)
+        scale_code = tl.where(guided, recorded, scale_code)
+        scale = _e4m3_value(scale_code)
+    else:
+        guided &= scale_code > 0
+
+    factor = _factor(scale, back, ORDER)
+    CODE_BITS: tl.constexpr = 8 if codes is not None else 0
+    y_0, y_1 = _scaled(low, factor, ORDER), _scaled(high, factor, ORDER)
+    shifted_0, taken_0 = _toward(y_0, packed_0, guided, band, GUIDE_BITS, BANDED, codes is not None)
+    shifted_1, taken_1 = _toward(y_1, packed_1, guided, band, GUIDE_BITS, BANDED, codes is not None)
+    _store(
+        x, values, codes, n * 16, row, block, there, n, scale * decode,
+        y_0, taken_0, shifted_0, y_1, taken_1, shifted_1, GUIDE_BITS % 4 == 0 and CODE_BITS == 0, CODE_BITS,
+    )  # fmt: skip
+    if scales is not None:
+        _store_scales(scales, n, row, block, there, scale_code)
 
 
 @triton.jit(do_not_specialize=["r", "slot"])
@@ -493,44 +705,24 @@ def guided_kernel(
     SPLITS: tl.constexpr,
 ):
     """Round toward a record: dequantised values, or codes and scales."""
-    row, block, there = _places(r, n, NB, B)
-    low, high = _halves(x, x_stride, row, block, there)
-    up, back, decode = _tensor_scales(up, back, decode, row, there, PER_ROW)
-    amax = _amax(low, high, SPLITS)
-    _mark(marks, slot, (_bits(amax) >= 0x7F800000) & there, NON_FINITE)
-    scale, scale_code = _block_scale(amax, up, ORDER, x.dtype.element_ty)
-
-    guided = there
-    if present is not None:
-        guided &= tl.load(present + row.to(tl.int64) * present_stride, mask=there, other=0) != 0
-    if zero_blocks is not None:
-        guided &= tl.load(zero_blocks + row.to(tl.int64) * zero_stride + block, mask=there, other=1) == 0
-    if GUIDE_SCALE_BITS > 0:
-        size = (n * GUIDE_SCALE_BITS + 7) // 8
-        recorded = _field(low_scales, low_scales_stride, row, block, size, there, GUIDE_SCALE_BITS)
-        if GUIDE_SCALE_BITS == 8:
-            _mark(marks, slot, (recorded > 126) & there, NO_SCALE)
-            guided &= recorded > 0
-        else:
-            recorded = _rebuild(scale_code, recorded, GUIDE_SCALE_BITS)
-        scale_code = tl.where(guided, recorded, scale_code)
-        scale = _e4m3_value(scale_code)
-    else:
-        guided &= scale_code > 0
-
-    factor = _factor(scale, back, ORDER)
-    CODE_BITS: tl.constexpr = 8 if codes is not None else 0
-    y_0, y_1 = _scaled(low, factor, ORDER), _scaled(high, factor, ORDER)
-    start = record + row.to(tl.int64) * record_stride + block * (2 * GUIDE_BITS)
-    shifted_0, taken_0 = _toward(y_0, start, there, guided, band, GUIDE_BITS, BANDED, codes is not None)
-    start += GUIDE_BITS
-    shifted_1, taken_1 = _toward(y_1, start, there, guided, band, GUIDE_BITS, BANDED, codes is not None)
-    _store(
-        x, values, codes, n * 16, row, block, there, n, scale * decode,
-        y_0, taken_0, shifted_0, y_1, taken_1, shifted_1, GUIDE_BITS % 4 == 0 and CODE_BITS == 0, CODE_BITS,
+    tile = tl.program_id(0)
+    low, high, guided, recorded, packed_0, packed_1 = _guide(
+        x, x_stride, r, n, record, record_stride, low_scales, low_scales_stride, zero_blocks, zero_stride,
+        present, present_stride, tile, GUIDE_BITS, GUIDE_SCALE_BITS, NB, B,
     )  # fmt: skip
-    if scales is not None:
-        _store_scales(scales, n, row, block, there, scale_code)
+    for _ in tl.range(tile, tl.cdiv(r, B // NB), tl.num_programs(0), num_stages=1):
+        # What the next tile needs is on its way while this one is computed.
+        next_tile = tile + tl.num_programs(0)
+        next_low, next_high, next_guided, next_recorded, next_0, next_1 = _guide(
+            x, x_stride, r, n, record, record_stride, low_scales, low_scales_stride, zero_blocks, zero_stride,
+            present, present_stride, next_tile, GUIDE_BITS, GUIDE_SCALE_BITS, NB, B,
+        )  # fmt: skip
+        _guided_tile(
+            low, high, guided, recorded, packed_0, packed_1, x, r, n, up, back, decode, band, values, codes,
+            scales, marks, slot, tile, ORDER, PER_ROW, GUIDE_BITS, GUIDE_SCALE_BITS, BANDED, NB, B, SPLITS,
+        )  # fmt: skip
+        low, high, guided, recorded = next_low, next_high, next_guided, next_recorded
+        tile, packed_0, packed_1 = next_tile, next_0, next_1
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tracerl.api.job import RoundingOrder as Order
 from tracerl.numerics.bits import check_packed, check_width, packed_size
-from tracerl.numerics.blocks import NVFP4, Quantized, TensorScale, check
-from tracerl.numerics.elements import E2M1
+from tracerl.numerics.blocks import NVFP4, Convention, Quantized, Rounding, TensorScale, check
+from tracerl.numerics.elements import E2M1, E4M3
 from tracerl.numerics.flags import NO_SCALE, Mark, refuse
 from tracerl.numerics.guidance import Guide, check_guide
 from tracerl.numerics.triton import kernels
@@ -25,9 +25,23 @@ _ORDERS = {
     Order.COMPRESSED_TENSORS: kernels.COMPRESSED_TENSORS,
 }
 _BLOCK = NVFP4.block
-_TILE = 256
-"""Blocks of a program: with 4 warps two a thread, whose loads are 64 bytes."""
-_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+
+
+class Cut(NamedTuple):
+    """Into what a kernel's work is cut, as an H200 was quickest with."""
+
+    blocks: int
+    """Blocks of a tile."""
+    warps: int
+    """Warps of a program."""
+    programs: int | None
+    """Programs a multiprocessor, each of many tiles; None: a program is a tile."""
+
+
+NEAREST = Cut(256, 4, None)
+PARITIES = Cut(256, 4, 6)
+GUIDED = Cut(64, 2, 48)
+
 _COLUMNS = 65_535
 """Programs along a row: CUDA starts no more along a grid's second axis."""
 _ELEMENTS = 2048
@@ -78,15 +92,30 @@ def quantize_into_rows(
     check(x, NVFP4, tensor_scale, site)
     code_end = at + packed_size(x.shape[-1], code_bits)
     scale_end = code_end + packed_size(x.shape[-1] // _BLOCK, scale_bits)
+    codes, scales = rows[:, at:code_end], rows[:, code_end:scale_end]
+    pairs = _pairs(x, tensor_scale) if code_bits == 1 and values is None else None
+    if pairs is not None:
+        _parities(
+            x,
+            pairs,
+            tensor_scale,
+            order,
+            site,
+            codes=codes,
+            scales=scales,
+            scale_bits=scale_bits,
+            zero_bits=zero_bits,
+        )
+        return
     _nearest(
         x,
         tensor_scale,
         order,
         site,
         values=values,
-        codes=rows[:, at:code_end],
+        codes=codes,
         code_bits=code_bits,
-        scales=rows[:, code_end:scale_end],
+        scales=scales,
         scale_bits=scale_bits,
         zero_bits=zero_bits,
     )
@@ -106,7 +135,7 @@ def _nearest(
     zero_bits: Tensor | None = None,
 ) -> None:
     """Write what is not None: `codes` and `scales` at 8 bits one a byte and contiguous, else packed rows."""
-    tile = _tile(x)
+    tile = _tile(x, NEAREST)
     if tile is None:
         return
     mark = Mark(site, x.device)
@@ -130,9 +159,89 @@ def _nearest(
             PER_ROW=tensor_scale.value.ndim > 0 or tensor_scale.value.is_cuda,
             CODE_BITS=0 if codes is None else code_bits,
             SCALE_BITS=0 if scales is None else scale_bits,
+            SPLITS=_splits(x),
             **tile.options,
         )
     mark.settle()
+
+
+def _pairs(x: Tensor, scale: TensorScale) -> Tensor | None:
+    """Give neighbouring values together, int32 [N, K / 2], where `parity_kernel` can have them."""
+    if x.dtype.itemsize != 2 or not x.numel() or scale.value.ndim or scale.value.is_cuda:
+        return None
+    if x.stride(1) != 1 or x.stride(0) % 2 or x.data_ptr() % 4 or (x.is_cuda and not _has_pairs(x.device)):
+        return None
+    return x.detach().view(torch.int32)
+
+
+@cache
+def _has_pairs(device: torch.device) -> bool:
+    """Whether a GPU compares two 16-bit integers at once."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _parities(
+    x: Tensor,
+    pairs: Tensor,
+    tensor_scale: TensorScale,
+    order: Order,
+    site: str,
+    *,
+    codes: Tensor,
+    scales: Tensor,
+    scale_bits: int,
+    zero_bits: Tensor,
+) -> None:
+    """Write packed low bits of codes, scales, and zero blocks."""
+    tile = _tile(x, PARITIES)
+    assert tile is not None  # as x has values
+    mark = Mark(site, x.device)
+    with _on(x):
+        kernels.parity_kernel[tile.grid](
+            pairs,
+            pairs.stride(0),
+            tile.r,
+            tile.n,
+            _scalars(tensor_scale, order)[0],
+            _steps(tensor_scale.value.item(), tensor_scale.convention, order, x.dtype, x.device),
+            codes,
+            codes.stride(0),
+            scales,
+            scales.stride(0),
+            zero_bits,
+            zero_bits.stride(0),
+            mark.marks.view(torch.uint8),
+            mark.slot,
+            ORDER=_ORDERS[order],
+            FLOAT16=x.dtype == torch.float16,
+            SCALE_BITS=scale_bits,
+            **tile.options,
+        )
+    mark.settle()
+
+
+@lru_cache(maxsize=256)
+def _steps(
+    scale: float, convention: Convention, order: Order, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Give the smallest magnitude of every code: int32 [128, 8], by scale code and by the code less one.
+
+    Both halves of a word hold its 16-bit pattern. It is found by bisection with the reference's arithmetic,
+    as codes grow with magnitudes. The last row and column are of no code.
+    """
+    tensor_scale = TensorScale(torch.tensor(scale), convention)
+    scales = E4M3.decode(torch.arange(E4M3.largest_code + 1, dtype=torch.uint8)).view(-1, 1, 1)
+    wanted = torch.arange(1, E2M1.largest_code + 1)
+    largest = int(torch.tensor(torch.finfo(dtype).max, dtype=dtype).view(torch.int16))
+    # How many magnitudes have a lower code: bit by bit, asking the last of so many.
+    lower = torch.zeros(len(scales), 1, len(wanted), dtype=torch.int32)
+    for bit in reversed(range(15)):
+        last = (lower + (1 << bit) - 1).clamp_(max=largest).to(torch.int16).view(dtype)
+        rounding = Rounding(last.shape, last, NVFP4, order, tensor_scale, scales, lambda y, _: E2M1.round(y))
+        lower += (rounding.to_codes().codes < wanted) * (1 << bit)
+    steps = torch.zeros(128, 8, dtype=torch.int32)
+    steps[: len(scales), : len(wanted)] = lower[:, 0] * 0x10001
+    return steps.to(device)
 
 
 # -- rounding toward a record -----------------------------------------------------------------------------
@@ -166,7 +275,7 @@ def _guided(
     codes: Tensor | None = None,
     scales: Tensor | None = None,
 ) -> None:
-    tile = _tile(x)
+    tile = _tile(x, GUIDED)
     if tile is None:
         return
     mark = Mark(site, x.device)
@@ -200,6 +309,7 @@ def _guided(
             GUIDE_BITS=guide.code_bits,
             GUIDE_SCALE_BITS=guide.scale_bits,
             BANDED=band is not None,
+            SPLITS=_splits(x),
             **tile.options,
         )
     mark.settle()
@@ -274,7 +384,7 @@ class _Tile(NamedTuple):
     options: dict[str, int | bool]
 
 
-def _tile(x: Tensor) -> _Tile | None:
+def _tile(x: Tensor, cut: Cut) -> _Tile | None:
     """Cut x into tiles; None when it is empty."""
     if not x.numel():
         return None
@@ -284,11 +394,23 @@ def _tile(x: Tensor) -> _Tile | None:
     together = min(n & -n, 32)
     if together < 8:
         together = 8 if n > 8 else 1 << (n - 1).bit_length()
-    while n > _COLUMNS * together and together < _TILE:
+    while n > _COLUMNS * together and together < cut.blocks:
         together *= 2
-    grid = (-(-r * together // _TILE), -(-n // together))
-    splits = 2 if x.dtype == torch.float32 else 3
-    return _Tile(rows, r, n, grid, {"NB": together, "B": _TILE, "SPLITS": splits, **_OPTIONS})
+    down, across = -(-r * together // cut.blocks), -(-n // together)
+    if cut.programs is not None and x.is_cuda:
+        down = min(down, -(-cut.programs * _multiprocessors(x.device) // across))
+    options: dict[str, int | bool] = {"num_warps": cut.warps, "enable_fp_fusion": False}
+    return _Tile(rows, r, n, (down, across), {"NB": together, "B": cut.blocks, **options})
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _splits(x: Tensor) -> int:
+    """Give how often halves of blocks are halved inside a thread."""
+    return 2 if x.dtype == torch.float32 else 3
 
 
 def _rows(x: Tensor, r: int) -> Tensor:
