@@ -31,7 +31,7 @@ spec:
 """
 EQUAL = (
     "model.dtype=Float32",
-    "warmup.steps=200",
+    "warmup.steps=20",
     "task.parameters={min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}",
     "task.heldOutPrompts=32",
     "algorithm.evaluation.prompts=32",
