@@ -82,7 +82,7 @@ test-engine-pairs: install .cache/engines/sglang/installed .cache/engines/megatr
 		$(RUN) python -m pytest -c tests/engines/pytest.ini tests/engines/test_loop_*.py
 
 .PHONY: test-gpu
-test-gpu: install ## Kernels and the engines on an NVIDIA GPU or two; Megatron-Core where make engines has built it
+test-gpu: install ## Kernels and engines on an NVIDIA GPU, two minutes; trainers on two GPUs, Megatron-Core's where it is built
 	@$(RUN) python -c "import sys, torch; sys.exit(not torch.cuda.is_available())" || { echo "make: PyTorch sees no GPU here: run these tests on a machine with an NVIDIA GPU and its driver"; exit 1; }
 	$(RUN) pytest -c tests/gpu/pytest.ini tests/gpu
 	[ ! -x $(call ENGINE,megatron) ] || $(call ENGINE,megatron) -m pytest -c tests/gpu/pytest.ini tests/gpu/test_megatron_nccl.py

@@ -1,8 +1,8 @@
 """`TrainerEngine` on Megatron-Core: its model, its parallel ranks, optimizer and checkpoints.
 
-It runs on a CPU, in one process or several over gloo: data, tensor, context, pipeline and expert parallel. On
-"cuda" one process ran; several, over NCCL, never did. How a micro-batch goes through the model is in
-`passes`, which records a rank needs in `slicing`.
+It runs on a CPU, in one process or several over gloo: data, tensor, context, pipeline and expert parallel; on
+"cuda" in one process or, each of these by itself, in two over NCCL. How a micro-batch goes through the model
+is in `passes`, which records a rank needs in `slicing`.
 """
 
 from __future__ import annotations
