@@ -373,19 +373,17 @@ def update(trainer: MegatronTrainer, every: list[Trajectory], rank: int) -> None
     trainer.update()
 
 
-def checkpoints(
-    directory: Path, sizes: Mapping[str, int], rank: int, _: int, *, device: str = "cpu"
-) -> dict[str, Any]:
+def checkpoints(directory: Path, sizes: Mapping[str, int], rank: int, _: int) -> dict[str, Any]:
     """Save and load Megatron's distributed checkpoint."""
     torch.set_num_threads(1)
     spec = job({}, **sizes)
-    straight = MegatronTrainer(EXPERTS, spec, device=here(device))
+    straight = MegatronTrainer(EXPERTS, spec)
     every = sampled(spec, whole(straight, dict(straight.export())), 0)
     update(straight, every, rank)
     straight.save_sharded(directory / "apart")
     saved = whole(straight, straight.state())
     update(straight, every, rank)
-    resumed = MegatronTrainer(EXPERTS, job({"seed": 99}, **sizes), device=here(device))
+    resumed = MegatronTrainer(EXPERTS, job({"seed": 99}, **sizes))
     resumed.load_sharded(directory / "apart")
     loaded = whole(resumed, resumed.state())
     update(resumed, every, rank)
