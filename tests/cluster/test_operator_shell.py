@@ -491,6 +491,9 @@ def test_killed_and_started_again(quiet: ApiServer, alone: Space, tmp_path: Path
         eventually(lambda: alone.events()[-1] == "Completed")
         for line in second.log():
             assert {"time", "level", "logger", "message"} <= line.keys()
+        # What becomes of a job is there by its name and the reason of the condition.
+        told = [line for line in second.log() if line.get("reason") == "Completed"]
+        assert [(line["namespace"], line["job"]) for line in told] == [(alone.name, "canary")]
 
 
 def test_of_two_operators_one_stands_by_and_takes_over(
