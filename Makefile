@@ -110,7 +110,7 @@ test-cluster: install ## Operator and jobs on a real Kubernetes, built from Go m
 	$(RUN) pytest -c tests/cluster/pytest.ini tests/cluster
 
 .PHONY: test-cluster-full
-test-cluster-full: install ## All of it, with Kueue, faults and soak; result in benchmarks/results/cluster-tests.json
+test-cluster-full: install ## All of it, with Kueue and all faults; result in benchmarks/results/cluster-tests.json
 	@$(SYNC) --group s3
 	@$(CLUSTER) check
 	bash tests/cluster/build.sh kube containerd helm jobset kueue
