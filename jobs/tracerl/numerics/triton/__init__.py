@@ -2,8 +2,9 @@
 
 `tracerl.numerics` calls them by device, so nothing else needs to. They launch and return: all that waits for
 the device is the question for errors outside `NonFiniteFlags`. Within, they can be captured in a CUDA graph,
-after a call with the same widths, since the first one compiles. Arguments are those of the functions of the
-same name there.
+after a call with the same widths, dtype, order and tensor scale: the first one compiles, and where it packs
+one bit it copies thresholds of that scale to the device. Arguments are those of the functions of the same
+name there.
 """
 
 from tracerl.numerics.triton.launch import (
