@@ -74,6 +74,30 @@ def _as_float32(x):
 
 
 @triton.jit
+def _together(x):
+    """Neighbouring 16-bit values [B, N] in words int32 [B, N / 2], as they are loaded; FP32 as it is."""
+    if x.dtype.primitive_bitwidth == 16:
+        even, odd = tl.split(
+            x.to(tl.int16, bitcast=True).to(tl.int32).reshape(x.shape[0], x.shape[1] // 2, 2)
+        )
+        x = (even & 0xFFFF) | odd << 16
+    return x
+
+
+@triton.jit
+def _apart(x, DTYPE: tl.constexpr):
+    """Undo `_together`, to FP32."""
+    if DTYPE == tl.bfloat16:
+        even, odd = _float(x << 16), _float(x & -0x10000)
+    elif DTYPE == tl.float16:
+        even = x.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        odd = (x >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    if DTYPE.primitive_bitwidth == 16:
+        x = tl.join(even, odd).reshape(x.shape[0], x.shape[1] * 2)
+    return x
+
+
+@triton.jit
 def _rounded(x, DTYPE: tl.constexpr):
     """Round FP32 x >= 0 to another dtype and back."""
     if DTYPE == tl.bfloat16:
@@ -81,6 +105,26 @@ def _rounded(x, DTYPE: tl.constexpr):
     elif DTYPE == tl.float16:
         x = x.to(tl.float16).to(tl.float32)
     return x
+
+
+@triton.jit
+def _inverse(x, PLAIN: tl.constexpr):
+    """1 / x rounded to nearest; `PLAIN`: of x from 2^-126 to below 2^126, or of 0, which gives Inf or NaN."""
+    if _INTERPRETED or not PLAIN:
+        y = tl.div_rn(1.0, x)
+    else:
+        # What `rcp.rn` is compiled to in that range, without a branch to what is done outside.
+        y = tl.inline_asm_elementwise(
+            """{
+            .reg .f32 r, e;
+            rcp.approx.ftz.f32 r, $1;
+            neg.f32 e, $1;
+            fma.rn.f32 e, e, r, 0f3F800000;
+            fma.rn.f32 $0, r, e, r;
+            }""",
+            "=r,r", [x], tl.float32, True, 1,
+        )  # fmt: skip
+    return y
 
 
 @triton.jit
@@ -102,12 +146,12 @@ def _block_scale(amax, up, ORDER: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _factor(scale, back, ORDER: tl.constexpr):
+def _factor(scale, back, ORDER: tl.constexpr, PLAIN: tl.constexpr):
     """What an order multiplies values by under scales [B], or divides them by, as `blocks`."""
     if ORDER == RECIPROCAL:
-        factor = tl.minimum(tl.div_rn(1.0, scale * back), _LARGEST_FP32)
+        factor = tl.minimum(_inverse(scale * back, PLAIN), _LARGEST_FP32)
     elif ORDER == FOUR_OVER_SIX:
-        factor = tl.where(scale == 0, 0.0, tl.minimum(tl.div_rn(1.0, back * scale), _LARGEST_FP32))
+        factor = tl.where(scale == 0, 0.0, tl.minimum(_inverse(back * scale, PLAIN), _LARGEST_FP32))
     elif ORDER == TORCHAO:
         factor = tl.div_rn(back, scale)
     elif ORDER == MODELOPT:
@@ -163,62 +207,65 @@ def _e2m1_value(pattern):
 
 
 @triton.jit
-def _ends(v, less, octave):
-    """Sums of `_nearest`, as patterns, rounded down for v and up for `less`."""
+def _subnormal(v):
+    """Patterns of FP32 v * 2^-126, rounded down and up: for 0 <= v <= 6 bits 22 to 24 are E2M1's code."""
     if _INTERPRETED:  # which rounds to nearest only
-        shift = octave * 6291456.0
-        down, up = v + shift, less + shift
-        down, up = _bits(down) - (down - shift > v), _bits(up) + (up - shift < less)
+        nearest = v * 1.1754943508222875e-38
+        back = nearest * 8.507059173023462e37
+        down, up = _bits(nearest) - (back > v), _bits(nearest) + (back < v)
     else:
-        shift = tl.full(v.shape, 6291456.0, tl.float32)
-        down = tl.inline_asm_elementwise(
-            "fma.rm.f32 $0, $1, $2, $3;", "=r,r,r,r", [octave, shift, v], tl.int32, True, 1
-        )
-        up = tl.inline_asm_elementwise(
-            "fma.rp.f32 $0, $1, $2, $3;", "=r,r,r,r", [octave, shift, less], tl.int32, True, 1
-        )
+        down = tl.inline_asm_elementwise("mul.rz.f32 $0, $1, 0f00800000;", "=r,r", [v], tl.int32, True, 1)
+        up = tl.inline_asm_elementwise("mul.rp.f32 $0, $1, 0f00800000;", "=r,r", [v], tl.int32, True, 1)
     return down, up
 
 
 @triton.jit
-def _moved(
-    v, octave, shifted, nearest, record, guided, band, BITS: tl.constexpr, BANDED: tl.constexpr
-):  # fmt: skip
-    """Give `nearest`, or the other end of the bracket where guidance takes that.
+def _to_bit(v, bit, early, guided):
+    """Round to the end of the bracket whose code has the recorded low bit, or to nearest if not `guided`.
 
-    `record`: int32, the rollout's low bits or whole codes, below whatever else; v is signed at 4 bits only.
+    From 2 to 2.25 and from 4 to 4.5 that is the lower end, as the nearest odd magnitude is below the bracket.
+    `bit`, `early`: int32, whose bits 22 and 20 are the recorded one, and others anything. Where not guided
+    they are 1: even codes then move on behind the middle of their bracket, and odd ones from it on.
+    """
+    down, up = _subnormal(v)
+    early &= (down >> 4) & tl.where(guided, 0x100000, 0)[:, None]
+    kept = down + tl.where(guided, 0, 0x200000)[:, None]
+    moved = up + tl.where(guided, 0x3FFFFF, 0x1FFFFF)[:, None] - early
+    pattern = tl.where(((down ^ bit) & 0x400000) != 0, moved, kept)
+    return _e2m1_value(pattern & 0x1C00000)
+
+
+@triton.jit
+def _in_band(beyond, octave, band):
+    """Whether values that far from the nearest are near enough to the middle of their bracket."""
+    # By half the octave, which is the width of the bracket.
+    return 0.5 - tl.abs(beyond) * _float(0x7F800000 - _bits(octave)) <= band
+
+
+@triton.jit
+def _moved(
+    v, octave, nearest, record, guided, band, BITS: tl.constexpr, BANDED: tl.constexpr
+):  # fmt: skip
+    """Give `nearest`, or the other end of the bracket where guidance by 2 or 4 bits takes that.
+
+    `record`: int32, the rollout's low bits or whole codes, below whatever else; v is signed at 4 bits.
     """
     beyond = v - nearest
-    if BITS == 1:
-        # To the end whose low bit is the recorded one. But from 2 to 2.25 and from 4 to 4.5 it is the lower
-        # one, as the nearest odd magnitude is below the bracket: the upper is that of an eighth less.
-        bit = record << 30
-        less = tl.fma(_float(_bits(octave) & bit & 0x40000000), octave * -0.0625, v)
-        down, up = _ends(v, less, octave)
-        # Of these and the nearest, two are the same; all three are if v is on the grid.
-        other = down + up - shifted
-        moves = ((shifted << 30 ^ bit) & tl.where(guided, 0x40000000, 0)[:, None]) != 0
+    if BITS == 2:
+        # Of the two magnitudes with these low bits; the middle still belongs to the smaller one.
+        low = (record << 22) & 0xC00000
+        high = low | 0x1000000
+        middle = (_float(low) + _float(high)) * 4.253529586511731e37  # 2^125
+        reference = _e2m1_value(tl.where(v > middle, high, low))
     else:
-        if BITS == 2:
-            # Of the two magnitudes with these low bits; the middle still belongs to the smaller one.
-            low = (record << 22) & 0xC00000
-            high = low | 0x1000000
-            middle = (_float(low) + _float(high)) * 4.253529586511731e37  # 2^125
-            reference = _e2m1_value(tl.where(v > middle, high, low))
-        else:
-            reference = _e2m1_value(((record << 22) & 0x1C00000) | ((record << 28) & _SIGN))
-        # A bracket toward the reference, if that is on v's side of `nearest`.
-        width = octave * tl.where(guided, 0.5, 0.0)[:, None]
-        step = tl.clamp(reference - nearest, -width, width)
-        moves = (_bits(beyond) ^ (_bits(step) & _SIGN)) > 0
+        reference = _e2m1_value(((record << 22) & 0x1C00000) | ((record << 28) & _SIGN))
+    # A bracket toward the reference, if that is on v's side of `nearest`.
+    width = octave * tl.where(guided, 0.5, 0.0)[:, None]
+    step = tl.clamp(reference - nearest, -width, width)
+    moves = (_bits(beyond) ^ (_bits(step) & _SIGN)) > 0
     if BANDED:
-        # By half the octave, which is the width of the bracket.
-        moves &= 0.5 - tl.abs(beyond) * _float(0x7F800000 - _bits(octave)) <= band
-    if BITS == 1:
-        taken = tl.fma(octave, -6291456.0, _float(tl.where(moves, other, shifted)))
-    else:
-        taken = nearest + tl.where(moves, step, 0.0)
-    return taken
+        moves &= _in_band(beyond, octave, band)
+    return nearest + tl.where(moves, step, 0.0)
 
 
 @triton.jit
@@ -239,6 +286,12 @@ def _places(tile, r, n, NB: tl.constexpr, B: tl.constexpr):
     row = tile * (B // NB) + i // NB
     block = tl.program_id(1) * NB + i % NB
     return row, block, (row < r) & (block < n)
+
+
+@triton.jit
+def _below(rows, row_stride, tiles, NB: tl.constexpr, B: tl.constexpr):
+    """Rows so many tiles below: what a tile adds to that is then the same for all."""
+    return rows + tl.cast(tiles * (B // NB), tl.int64) * row_stride
 
 
 @triton.jit
@@ -438,7 +491,7 @@ def quantize_kernel(
     amax = _amax(low, high, SPLITS)
     _mark(marks, slot, (_bits(amax) >= 0x7F800000) & there, NON_FINITE)
     scale, scale_code = _block_scale(amax, up, ORDER, x.dtype.element_ty)
-    factor = _factor(scale, back, ORDER)
+    factor = _factor(scale, back, ORDER, False)
     y_0, y_1 = _scaled(low, factor, ORDER), _scaled(high, factor, ORDER)
     SIGNED: tl.constexpr = codes is None
     _, shifted_0, nearest_0 = _nearest(_saturated(y_0, SIGNED))
@@ -596,9 +649,19 @@ def _toward(y, packed, guided, band, BITS: tl.constexpr, BANDED: tl.constexpr, C
     v = _saturated(y, BITS % 4 == 0)
     octave, shifted, nearest = _nearest(v)
     if BITS > 0:
-        i = tl.arange(0, 8 // BITS) * BITS
-        record = (packed[:, :, None] >> i[None, None, :]).reshape(y.shape[0], y.shape[1])
-        nearest = _moved(v, octave, shifted, nearest, record, guided, band, BITS, BANDED)
+        i = (tl.arange(0, 8 // BITS) * BITS)[None, None, :]
+        packed = packed[:, :, None]
+        if BITS == 1:
+            packed |= tl.where(guided, 0, 0xFF)[:, None, None]
+            taken = _to_bit(
+                v, (packed << 22 - i).reshape(y.shape), (packed << 20 - i).reshape(y.shape), guided
+            )
+            if BANDED:
+                taken = tl.where(_in_band(v - nearest, octave, band), taken, nearest)
+            nearest = taken
+        else:
+            record = (packed >> i).reshape(y.shape)
+            nearest = _moved(v, octave, nearest, record, guided, band, BITS, BANDED)
     if CODES:
         _, shifted, _ = _nearest(tl.abs(nearest))
     return shifted, nearest
@@ -611,7 +674,8 @@ def _guide(
     B: tl.constexpr,
 ):  # fmt: skip
     """Load what a tile is computed from: halves, if guided, scales' bits, and codes' bytes by halves."""
-    row, block, there = _places(tile, r, n, NB, B)
+    _, block, there = _places(tile, r, n, NB, B)
+    row = tl.arange(0, B) // NB
     at = x + (row.to(tl.int64) * x_stride + block * 16)[:, None] + tl.arange(0, 8)[None, :]
     low = tl.load(at, mask=there[:, None])
     high = tl.load(at + 8, mask=there[:, None])
@@ -631,19 +695,19 @@ def _guide(
         at = start[:, None] + tl.arange(0, BITS)[None, :]
         packed_0 = tl.load(at, mask=there[:, None], other=0).to(tl.int32)
         packed_1 = tl.load(at + BITS, mask=there[:, None], other=0).to(tl.int32)
-    return low, high, guided, recorded, packed_0, packed_1
+    return _together(low), _together(high), guided, recorded, packed_0, packed_1
 
 
 @triton.jit
 def _guided_tile(
     low, high, guided, recorded, packed_0, packed_1, x, r, n, up, back, decode, band, values, codes, scales,
-    marks, slot, tile, ORDER: tl.constexpr, PER_ROW: tl.constexpr, GUIDE_BITS: tl.constexpr,
-    GUIDE_SCALE_BITS: tl.constexpr, BANDED: tl.constexpr, NB: tl.constexpr, B: tl.constexpr,
-    SPLITS: tl.constexpr,
+    marks, slot, tile, ORDER: tl.constexpr, PER_ROW: tl.constexpr, PLAIN: tl.constexpr,
+    GUIDE_BITS: tl.constexpr, GUIDE_SCALE_BITS: tl.constexpr, BANDED: tl.constexpr, NB: tl.constexpr,
+    B: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Round one tile of `guided_kernel`."""
     row, block, there = _places(tile, r, n, NB, B)
-    low, high = _as_float32(low), _as_float32(high)
+    low, high = _apart(low, x.dtype.element_ty), _apart(high, x.dtype.element_ty)
     up, back, decode = _tensor_scales(up, back, decode, row, there, PER_ROW)
     amax = _amax(low, high, SPLITS)
     _mark(marks, slot, (_bits(amax) >= 0x7F800000) & there, NON_FINITE)
@@ -659,11 +723,18 @@ def _guided_tile(
     else:
         guided &= scale_code > 0
 
-    factor = _factor(scale, back, ORDER)
+    factor = _factor(scale, back, ORDER, PLAIN)
+    if PLAIN:
+        # That is 0, as factors are positive: but it keeps ptxas from shifting all bits long before they are
+        # needed, for which registers lack.
+        nothing = (_bits(factor) >> 31)[:, None]
+        packed_0 |= nothing
+        packed_1 |= nothing
     CODE_BITS: tl.constexpr = 8 if codes is not None else 0
     y_0, y_1 = _scaled(low, factor, ORDER), _scaled(high, factor, ORDER)
     shifted_0, taken_0 = _toward(y_0, packed_0, guided, band, GUIDE_BITS, BANDED, codes is not None)
     shifted_1, taken_1 = _toward(y_1, packed_1, guided, band, GUIDE_BITS, BANDED, codes is not None)
+    row = tl.arange(0, B) // NB
     _store(
         x, values, codes, n * 16, row, block, there, n, scale * decode,
         y_0, taken_0, shifted_0, y_1, taken_1, shifted_1, GUIDE_BITS % 4 == 0 and CODE_BITS == 0, CODE_BITS,
@@ -697,6 +768,7 @@ def guided_kernel(
     slot,
     ORDER: tl.constexpr,
     PER_ROW: tl.constexpr,
+    PLAIN: tl.constexpr,  # whether `back` is from 2^-100 to 2^100
     GUIDE_BITS: tl.constexpr,  # 0, 1, 2, 4
     GUIDE_SCALE_BITS: tl.constexpr,  # 0, 1, 2, 3, 8
     BANDED: tl.constexpr,
@@ -705,24 +777,50 @@ def guided_kernel(
     SPLITS: tl.constexpr,
 ):
     """Round toward a record: dequantised values, or codes and scales."""
-    tile = tl.program_id(0)
+    tile, tiles = tl.program_id(0), tl.num_programs(0)
+    x = _below(x, x_stride, tile, NB, B)
+    record = _below(record, record_stride, tile, NB, B)
+    low_scales = _below(low_scales, low_scales_stride, tile, NB, B)
+    if zero_blocks is not None:
+        zero_blocks = _below(zero_blocks, zero_stride, tile, NB, B)
+    if present is not None:
+        present = _below(present, present_stride, tile, NB, B)
+    if values is not None:
+        values = _below(values, n * 16, tile, NB, B)
+    if codes is not None:
+        codes = _below(codes, n * 16, tile, NB, B)
+    if scales is not None:
+        scales = _below(scales, n, tile, NB, B)
     low, high, guided, recorded, packed_0, packed_1 = _guide(
         x, x_stride, r, n, record, record_stride, low_scales, low_scales_stride, zero_blocks, zero_stride,
         present, present_stride, tile, GUIDE_BITS, GUIDE_SCALE_BITS, NB, B,
     )  # fmt: skip
-    for _ in tl.range(tile, tl.cdiv(r, B // NB), tl.num_programs(0), num_stages=1):
+    for _ in tl.range(tile, tl.cdiv(r, B // NB), tiles, num_stages=1):
         # What the next tile needs is on its way while this one is computed.
-        next_tile = tile + tl.num_programs(0)
+        x = _below(x, x_stride, tiles, NB, B)
+        record = _below(record, record_stride, tiles, NB, B)
+        low_scales = _below(low_scales, low_scales_stride, tiles, NB, B)
+        if zero_blocks is not None:
+            zero_blocks = _below(zero_blocks, zero_stride, tiles, NB, B)
+        if present is not None:
+            present = _below(present, present_stride, tiles, NB, B)
         next_low, next_high, next_guided, next_recorded, next_0, next_1 = _guide(
             x, x_stride, r, n, record, record_stride, low_scales, low_scales_stride, zero_blocks, zero_stride,
-            present, present_stride, next_tile, GUIDE_BITS, GUIDE_SCALE_BITS, NB, B,
+            present, present_stride, tile + tiles, GUIDE_BITS, GUIDE_SCALE_BITS, NB, B,
         )  # fmt: skip
         _guided_tile(
             low, high, guided, recorded, packed_0, packed_1, x, r, n, up, back, decode, band, values, codes,
-            scales, marks, slot, tile, ORDER, PER_ROW, GUIDE_BITS, GUIDE_SCALE_BITS, BANDED, NB, B, SPLITS,
+            scales, marks, slot, tile, ORDER, PER_ROW, PLAIN, GUIDE_BITS, GUIDE_SCALE_BITS, BANDED, NB, B,
+            SPLITS,
         )  # fmt: skip
+        if values is not None:
+            values = _below(values, n * 16, tiles, NB, B)
+        if codes is not None:
+            codes = _below(codes, n * 16, tiles, NB, B)
+        if scales is not None:
+            scales = _below(scales, n, tiles, NB, B)
         low, high, guided, recorded = next_low, next_high, next_guided, next_recorded
-        tile, packed_0, packed_1 = next_tile, next_0, next_1
+        tile, packed_0, packed_1 = tile + tiles, next_0, next_1
 
 
 @triton.jit

@@ -283,13 +283,15 @@ def _guided(
     zero_blocks = None if guide.zero_blocks is None else _rows(guide.zero_blocks, tile.r).view(torch.uint8)
     present = None if guide.present is None else guide.present.reshape(-1).view(torch.uint8)
     scale = guide.tensor_scale
+    numbers = _numbers(scale, order, tile.rows)
+    plain = isinstance(numbers[1], float) and 2.0**-100 <= numbers[1] <= 2.0**100
     with _on(x):
         kernels.guided_kernel[tile.grid](
             tile.rows,
             tile.rows.stride(0),
             tile.r,
             tile.n,
-            *_numbers(scale, order, tile.rows),
+            *numbers,
             record,
             record.stride(0),
             low_scales,
@@ -306,6 +308,7 @@ def _guided(
             mark.slot,
             ORDER=_ORDERS[order],
             PER_ROW=scale.value.ndim > 0 or scale.value.is_cuda,
+            PLAIN=plain,
             GUIDE_BITS=guide.code_bits,
             GUIDE_SCALE_BITS=guide.scale_bits,
             BANDED=band is not None,
