@@ -19,5 +19,7 @@ def hard_blocks(generator: torch.Generator, n: int, k: int, dtype: torch.dtype) 
     x[4::8] *= 2.0**-128 if dtype != torch.float16 else 2.0**-20  # to subnormals
     x[5::8, 1:] *= 2.0 ** torch.randint(-30, 1, (len(x[5::8]), 15), generator=generator)
     x[6::8] *= 2.0**100 if dtype != torch.float16 else 2.0**10
-    limit = torch.finfo(dtype).max
+    about = torch.finfo(dtype)
+    x[6::8, 15] = -about.smallest_normal * about.eps  # under their scale no FP32 is so small: -0
+    limit = about.max
     return x.clamp_(-limit, limit).to(dtype).view(n, k)

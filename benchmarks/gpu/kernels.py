@@ -303,8 +303,9 @@ def executed(cubin: bytes) -> int:
             if "EXIT" in instruction[1]:
                 exits = count
             back = re.search(r"BRA.*\((\.L_x_\d+)\)", instruction[1])
-            if back and not exits:
-                loop = max(loop, count - labels.get(back[1], count))
+            # What ends a listing branches to itself.
+            if back and (length := count - labels.get(back[1], count)) > 1:
+                loop = max(loop, length)
     return loop or exits
 
 

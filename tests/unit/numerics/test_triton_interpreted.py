@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -340,6 +340,7 @@ def test_rows_that_do_not_fit() -> None:
     code_bits=st.sampled_from([1, 2, 4]),
     order=st.sampled_from(list(Order)),
 )
+@example(torch.float32, [-(2**31) + 1, 0x41234567] * 32, [0] * 20, 1, Order.RECIPROCAL)
 @settings(max_examples=15, deadline=None, database=None)
 def test_any_patterns(
     dtype: torch.dtype, patterns: list[int], record: list[int], code_bits: int, order: Order

@@ -162,10 +162,15 @@ def _factor(scale, back, ORDER: tl.constexpr, PLAIN: tl.constexpr):
 
 
 @triton.jit
-def _scaled(x, factor, ORDER: tl.constexpr):
-    """Values [B, 8] under factors [B]; of all packages, torchao alone gives -0 its sign."""
+def _scaled(x, factor, ORDER: tl.constexpr, SIGNS: tl.constexpr):
+    """Values [B, 8] under factors [B]; of all packages, torchao alone gives -0 its sign.
+
+    Without `SIGNS`, products too small for FP32 may be -0 as well.
+    """
     if ORDER == TORCHAO:
         y = x * factor[:, None]
+    elif ORDER < MODELOPT and SIGNS:
+        y = x * factor[:, None] + 0.0
     elif ORDER < MODELOPT:
         y = tl.fma(x, tl.broadcast_to(factor[:, None], x.shape), 0.0)
     else:
@@ -492,7 +497,8 @@ def quantize_kernel(
     _mark(marks, slot, (_bits(amax) >= 0x7F800000) & there, NON_FINITE)
     scale, scale_code = _block_scale(amax, up, ORDER, x.dtype.element_ty)
     factor = _factor(scale, back, ORDER, False)
-    y_0, y_1 = _scaled(low, factor, ORDER), _scaled(high, factor, ORDER)
+    SIGNS: tl.constexpr = CODE_BITS % 4 == 0 and CODE_BITS > 0
+    y_0, y_1 = _scaled(low, factor, ORDER, SIGNS), _scaled(high, factor, ORDER, SIGNS)
     SIGNED: tl.constexpr = codes is None
     _, shifted_0, nearest_0 = _nearest(_saturated(y_0, SIGNED))
     _, shifted_1, nearest_1 = _nearest(_saturated(y_1, SIGNED))
@@ -731,7 +737,8 @@ def _guided_tile(
         packed_0 |= nothing
         packed_1 |= nothing
     CODE_BITS: tl.constexpr = 8 if codes is not None else 0
-    y_0, y_1 = _scaled(low, factor, ORDER), _scaled(high, factor, ORDER)
+    SIGNS: tl.constexpr = codes is not None
+    y_0, y_1 = _scaled(low, factor, ORDER, SIGNS), _scaled(high, factor, ORDER, SIGNS)
     shifted_0, taken_0 = _toward(y_0, packed_0, guided, band, GUIDE_BITS, BANDED, codes is not None)
     shifted_1, taken_1 = _toward(y_1, packed_1, guided, band, GUIDE_BITS, BANDED, codes is not None)
     row = tl.arange(0, B) // NB

@@ -40,7 +40,7 @@ class Cut(NamedTuple):
 
 NEAREST = Cut(256, 4, None)
 PARITIES = Cut(256, 4, 6)
-GUIDED = Cut(64, 2, 48)
+GUIDED = Cut(64, 2, 64)
 
 _COLUMNS = 65_535
 """Programs along a row: CUDA starts no more along a grid's second axis."""
