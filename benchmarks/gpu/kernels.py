@@ -2,6 +2,7 @@
 
     python benchmarks/gpu/kernels.py --verify     # every function against the CPU reference, >= 100 M values
     python benchmarks/gpu/kernels.py [--quick]    # prints a table and, as its last line, JSON
+    python benchmarks/gpu/kernels.py --tune       # how launch.py should cut the work of the kernels here
 
 Times are those of CUDA graphs of many launches that rotate among buffers larger together than the L2 cache.
 A kernel's bytes are what it must read and write once; the copy beside it moves as many.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import statistics
@@ -468,6 +470,35 @@ def verify_gradient() -> None:
         assert torch.equal(x.grad, weight)
 
 
+# -- cuts -------------------------------------------------------------------------------------------------
+
+TUNED = {"NEAREST": "rtnFakeQuantize", "PARITIES": "rtnQuantizePack", "GUIDED": "guidedFakeQuantize1bit"}
+"""By the name of a cut in `launch`: the kernel that is timed under it."""
+TILES = ((32, 1), (64, 1), (64, 2), (128, 2), (128, 4), (256, 4), (512, 4))
+"""Blocks of a tile, and warps of a program."""
+PROGRAMS = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
+"""Programs a multiprocessor."""
+
+
+def tune() -> None:
+    """Time kernels under every cut at two sizes, and print the quickest as `launch` has them."""
+    from tracerl.numerics.triton import launch
+
+    cases = {
+        size: [Case.of(size, seed) for seed in range(max(2, FOOTPRINT // size))]
+        for size in (LARGE, 4 * LARGE)
+    }
+    for kind, name in TUNED.items():
+        found = {}
+        for tile, programs in product(TILES, (None,) if kind == "NEAREST" else PROGRAMS):
+            cut = launch.Cut(*tile, programs)
+            setattr(launch, kind, cut)
+            taken = [seconds(KERNELS[name][0], some, SAMPLES) for some in cases.values()]
+            found[cut] = math.prod(taken)
+            print(f"{name} {cut}: {', '.join(f'{1e6 * one:.1f} us' for one in taken)}", flush=True)
+        print(f"{kind} = {min(found, key=found.__getitem__)}", flush=True)
+
+
 def main() -> None:
     """Compare, or measure."""
     parser = argparse.ArgumentParser(
@@ -476,6 +507,9 @@ def main() -> None:
     parser.add_argument("--verify", action="store_true")
     parser.add_argument("--values", type=int, default=VALUES, help="how many to compare")
     parser.add_argument("--quick", action="store_true", help="two sizes")
+    parser.add_argument(
+        "--tune", action="store_true", help="time the kernels under other cuts than launch.py's"
+    )
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit(
@@ -483,6 +517,9 @@ def main() -> None:
         )
     if arguments.verify:
         print(f"{verify(arguments.values)} values: every function gives the reference's bits")
+        return
+    if arguments.tune:
+        tune()
         return
     result = measure(arguments.quick)
     print(table(result))
