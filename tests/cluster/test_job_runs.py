@@ -155,10 +155,34 @@ class Store:
 # -- a whole run ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ci
-def test_the_canary_is_applied_trains_and_completes(namespace: Namespace) -> None:
-    namespace.kubectl("apply", "-f", str(CANARY))
+@pytest.mark.parametrize(
+    "colocation",
+    [
+        pytest.param("Pod", marks=pytest.mark.ci),
+        pytest.param("Node", marks=pytest.mark.full),
+        pytest.param("None", marks=pytest.mark.full),
+    ],
+)
+def test_the_canary_is_applied_trains_and_completes(
+    namespaces: Callable[..., Namespace], colocation: str, request: pytest.FixtureRequest
+) -> None:
+    """In one pod as it is; in pairs with a claim; apart, with its records and results on an S3 server."""
+    level = "privileged" if colocation == "Node" else "restricted"
+    namespace = namespaces(labels={"pod-security.kubernetes.io/enforce": level})
+    job = yaml.safe_load(CANARY.read_text())
+    directory, store = None, None
+    if colocation == "Pod":
+        namespace.kubectl("apply", "-f", str(CANARY))
+    elif colocation == "Node":
+        directory = namespace.volume("runs")
+        spec = merged(merged(job["spec"], _PVC), {"placement": {"colocation": "Node"}})
+        namespace.apply({**job, "spec": spec})
+    else:
+        store = Store(request.getfixturevalue("s3"), namespace)
+        spec = merged(merged(job["spec"], store.output), store.records)
+        namespace.apply({**job, "spec": merged(spec, {"placement": {"colocation": "None"}})})
     seen: list[int] = []
+    trainers = "" if colocation == "Pod" else ",tracerl.dev/role=trainer"
 
     def trains() -> bool:
         done = step(namespace, "canary")
@@ -167,7 +191,7 @@ def test_the_canary_is_applied_trains_and_completes(namespace: Namespace) -> Non
         return 0 < done < 60 or bool(status(namespace, "canary").get("terminal"))
 
     namespace.wait_for(trains, "training", LONG)
-    assert re.search(r"\bstep \d+", logged(namespace, "canary"))
+    assert re.search(r"\bstep \d+", logged(namespace, "canary", trainers))
     namespace.wait_for(lambda: trains() and status(namespace, "canary").get("terminal"), "the end", LONG)
     namespace.kubectl("wait", "--for=jsonpath={.status.terminal}=Complete", "trj/canary", "--timeout=1s")
     seen.append(step(namespace, "canary"))
@@ -186,9 +210,15 @@ def test_the_canary_is_applied_trains_and_completes(namespace: Namespace) -> Non
     assert 0.3 < float(shown["REWARD"]) <= 1
     assert 0 < float(shown["OVERHEAD"]) < 2
     # The pod stays until the job is deleted, so that its logs can be read.
-    assert "step 60/60" in logged(namespace, "canary")
+    assert "step 60/60" in logged(namespace, "canary", trainers)
     described = namespace.kubectl("describe", "trj", "canary")
     assert re.search(r"Normal\s+Completed\s.*all 60 steps are done", described), described
+    if directory is not None:
+        check_files(in_claim(directory, namespace, "canary"), steps=60)
+    if store is not None:
+        check_files(store.files(namespace, "canary"), steps=60)
+        uid = namespace.get("trj", "canary")["metadata"]["uid"]
+        assert len(store.keys(f"records/{uid}/")) > 60
 
 
 @pytest.mark.ci
