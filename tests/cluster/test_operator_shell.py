@@ -328,19 +328,25 @@ GROWTH = 2 << 20
 """Bytes that the second half of the edits may add: 26 KiB each. To keep what was read would add more."""
 
 
+def running_jobs(alone: Space, count: int) -> list[str]:
+    """Create jobs whose pods run, and wait until all are ready: their names."""
+    names = [f"job-{number}" for number in range(count)]
+    for name in names:
+        alone.create(manifest(name))
+    for name in names:
+        eventually(lambda name=name: alone.jobset(name))
+        alone.run_pod(name)
+    for name in names:
+        eventually(lambda name=name: alone.condition("Ready", name)["status"] == "True")
+    return names
+
+
 def test_edits_without_end_take_no_memory(quiet: ApiServer, alone: Space, tmp_path: Path) -> None:
     """The soak of benchmarks/operator, whose committed curve is of half an hour, in a few seconds."""
     flags = ("--namespace", alone.name, "--peering", "none")
     with OperatorProcess(quiet.kubeconfig, tmp_path, *flags) as operator:
         operator.wait_until_ready()
-        names = [f"job-{number}" for number in range(EDITED)]
-        for name in names:
-            alone.create(manifest(name))
-        for name in names:
-            eventually(lambda name=name: alone.jobset(name))
-            alone.run_pod(name)
-        for name in names:
-            eventually(lambda name=name: alone.condition("Ready", name)["status"] == "True")
+        names = running_jobs(alone, EDITED)
 
         def edit(rounds: range) -> int:
             """Edit each job so often, wait until all show it; the operator's resident bytes."""
@@ -537,14 +543,8 @@ def test_two_operators_at_once_agree(quiet: ApiServer, alone: Space, tmp_path: P
     ):
         for operator in (one, other):
             operator.wait_until_ready()
-        names = [f"job-{number}" for number in range(10)]
+        names = running_jobs(alone, 10)
         for name in names:
-            alone.create(manifest(name))
-        for name in names:
-            eventually(lambda name=name: alone.jobset(name))
-            alone.run_pod(name)
-        for name in names:
-            eventually(lambda name=name: alone.condition("Ready", name)["status"] == "True")
             alone.jobset_ends("Completed", name)
         for name in names:
             eventually(lambda name=name: alone.job(name)["status"].get("terminal"))

@@ -736,15 +736,15 @@ def _guided_tile(
         nothing = (_bits(factor) >> 31)[:, None]
         packed_0 |= nothing
         packed_1 |= nothing
-    CODE_BITS: tl.constexpr = 8 if codes is not None else 0
-    SIGNS: tl.constexpr = codes is not None
-    y_0, y_1 = _scaled(low, factor, ORDER, SIGNS), _scaled(high, factor, ORDER, SIGNS)
-    shifted_0, taken_0 = _toward(y_0, packed_0, guided, band, GUIDE_BITS, BANDED, codes is not None)
-    shifted_1, taken_1 = _toward(y_1, packed_1, guided, band, GUIDE_BITS, BANDED, codes is not None)
+    CODES: tl.constexpr = codes is not None
+    CODE_BITS: tl.constexpr = 8 if CODES else 0
+    y_0, y_1 = _scaled(low, factor, ORDER, CODES), _scaled(high, factor, ORDER, CODES)
+    shifted_0, taken_0 = _toward(y_0, packed_0, guided, band, GUIDE_BITS, BANDED, CODES)
+    shifted_1, taken_1 = _toward(y_1, packed_1, guided, band, GUIDE_BITS, BANDED, CODES)
     row = tl.arange(0, B) // NB
     _store(
         x, values, codes, n * 16, row, block, there, n, scale * decode,
-        y_0, taken_0, shifted_0, y_1, taken_1, shifted_1, GUIDE_BITS % 4 == 0 and CODE_BITS == 0, CODE_BITS,
+        y_0, taken_0, shifted_0, y_1, taken_1, shifted_1, GUIDE_BITS % 4 == 0 and not CODES, CODE_BITS,
     )  # fmt: skip
     if scales is not None:
         _store_scales(scales, n, row, block, there, scale_code)

@@ -110,10 +110,10 @@ class ObjectSource:
             places.append(TransportError("missing", _gone(handle)) if self._is_gone(place) else place)
             ranges.append(inside)
         pieces = self._read(places, ranges)
-        again = self._spoilt(places, pieces)
-        read_again = self._read([places[index] for index in again], [ranges[index] for index in again])
-        for index, piece in zip(again, read_again, strict=True):
-            pieces[index] = piece
+        if again := self._spoilt(places, pieces):
+            read_again = self._read([places[index] for index in again], [ranges[index] for index in again])
+            for index, piece in zip(again, read_again, strict=True):
+                pieces[index] = piece
         read = sum(len(view) for piece in pieces if isinstance(piece, list) for view in piece)
         with self._lock:
             self._counters.update(borrowed_frames=len(pieces), read_bytes=read)
@@ -218,6 +218,8 @@ class ObjectSource:
             and isinstance(piece, TransportError)
             and piece.fault == "damaged"
         }
+        if not damaged:
+            return []
         paths = sorted({place.path for place in damaged.values()})
         tails = dict(zip(paths, self._filesystem.read_tails(paths, 1), strict=True))
         sizes = {path: tail.size for path, tail in tails.items() if isinstance(tail, Tail)}
