@@ -22,6 +22,7 @@ from tracerl.records.frame import FrameHeader, encode_frame, frame_bytes_bound
 from tracerl.records.pairing import RecordEntry
 from tracerl.records.sites import SiteTable
 from tracerl.transport.base import FrameSink, TransportError, Usage
+from tracerl.transport.retry import Deadline
 
 _log = logging.getLogger(__name__)
 
@@ -287,21 +288,28 @@ class FrameWriter:
         frames: Sequence[tuple[bytes, FrameKey]],
         patience: float,
     ) -> Sequence[Handle | TransportError]:
-        """Put frames with a reference for each of their owners."""
-        try:
-            handles = sink.put_many(frames, timeout=patience)
-        except TransportError as error:
-            return [error] * len(frames)
-        stored = [(one, h) for one, h in zip(rows, handles, strict=True) if not isinstance(h, TransportError)]
-        more = [handle for one, handle in stored for _ in one.owners[1:]]
-        if more:
+        """Put frames with a reference for each of their owners, all again when their store was restarted."""
+        deadline = Deadline(patience)
+        while True:
             try:
-                sink.retain(more)
+                handles = sink.put_many(frames, timeout=deadline.remaining())
             except TransportError as error:
+                return [error] * len(frames)
+            stored = [
+                (one, h) for one, h in zip(rows, handles, strict=True) if not isinstance(h, TransportError)
+            ]
+            more = [handle for one, handle in stored for _ in one.owners[1:]]
+            try:
+                if more:
+                    sink.retain(more)
+            except TransportError as error:
+                if error.fault == "missing" and not deadline.passed():
+                    _release(sink, [handle for _, handle in stored])
+                    continue
                 # Without their references, frames would go while some of their owners still need them.
                 _release(sink, set(more))
                 return [error if len(one.owners) > 1 else h for one, h in zip(rows, handles, strict=True)]
-        return handles
+            return handles
 
     def _drop(self, fault: str, message: str) -> None:
         self.dropped[fault] += 1

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from pathlib import Path
+from typing import Any
 
 from tracerl.api.frames import Handle
 from tracerl.api.job import Retention
@@ -51,11 +52,11 @@ class RingStore(RecordStore):
     """A ring whose server runs on a thread of its own."""
 
     def __init__(self, directory: Path, *, ring_bytes: int = 2**21) -> None:
+        self._directory, self._ring_bytes = directory, ring_bytes
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self.server = RingServer(directory, store="store-0", job_uid=JOB, token=TOKEN, ring_bytes=ring_bytes)
-        asyncio.run_coroutine_threadsafe(self.server.start(), self._loop).result(WAIT_SECONDS)
+        self._start_server()
         self.sink = StoreSink(
             directory,
             store="store-0",
@@ -80,9 +81,23 @@ class RingStore(RecordStore):
         self.source.usage()
         return self.sink.usage().frames
 
+    def _start_server(self) -> None:
+        self.server = RingServer(
+            self._directory, store="store-0", job_uid=JOB, token=TOKEN, ring_bytes=self._ring_bytes
+        )
+        self._finish(self.server.start())
+
+    def _finish(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(WAIT_SECONDS)
+
+    def restart_server(self) -> None:
+        """Start the store again: what it held is gone."""
+        self._finish(self.server.close())
+        self._start_server()
+
     def stop_server(self) -> None:
         """End the store: what it held is gone."""
-        asyncio.run_coroutine_threadsafe(self.server.close(), self._loop).result(WAIT_SECONDS)
+        self._finish(self.server.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 

@@ -362,6 +362,43 @@ def test_a_shared_frame_has_a_reference_for_each_owner(store):
     writer.close()
 
 
+@pytest.mark.parametrize("restarts", [1, 3])
+def test_frames_are_put_again_when_their_store_goes_before_all_owners_have_references(tmp_path, restarts):
+    """A trajectory without its prompt's rows would be trained on with rows missing."""
+    table = site_table(SHAPE, spec_of())
+    store = RingStore(tmp_path / "store")
+    left, put_many = [store.restart_server] * restarts, store.sink.put_many
+
+    def put_before_the_restart(frames, *, timeout=None):
+        handles = put_many(frames, timeout=timeout)
+        if left:
+            left.pop()()
+        return handles
+
+    store.sink.put_many = put_before_the_restart
+    writer = writer_to(store)
+    owners = [TrajectoryFrames(name) for name in "ab"]
+    rows = rows_of(table, 4)
+    shared = FrameRows(owners, table, start=0, version=0, rows=rows, zero_blocks=NO_ZERO_BLOCKS, prefix="i/7")
+    own = FrameRows([owners[0]], table, start=4, version=0, rows=rows, zero_blocks=NO_ZERO_BLOCKS)
+    writer.put([shared, own])
+    drain(writer)
+    assert (left, writer.dropped) == ([], {})
+    assert [[(e.start, e.stop) for e in owner.entries] for owner in owners] == [[(0, 4), (4, 8)], [(0, 4)]]
+    for entry in [*owners[0].entries, *owners[1].entries]:
+        assert np.array_equal(
+            np.concatenate([*decode_frame(store.get(entry.handle), table).payloads], 1), rows
+        )
+    writer.forget(owners[0])
+    drain(writer)
+    assert store.frames() == 1
+    writer.forget(owners[1])
+    drain(writer)
+    assert store.frames() == 0
+    writer.close()
+    store.close()
+
+
 def test_frames_are_cut_until_they_fit_into_a_segment(tmp_path):
     """Segments have 64 KiB here; rows have some KiB, and the list of zero blocks is 120 KB long."""
     wide = SHAPE.model_copy(update={"hidden": 2**14})
