@@ -1,7 +1,8 @@
 """Commands of the documentation that tests run: those in a block below `<!-- runnable -->`.
 
 `<!-- runnable: slow -->` is for what takes more than some seconds; tests/site runs those. What wants
-kubectl or Helm is `<!-- runnable: cluster -->`, for tests/cluster.
+kubectl or Helm is `<!-- runnable: cluster -->`, for tests/cluster, and what wants an S3 server
+`<!-- runnable: s3 -->`, for tests/transport.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 _MARKED = re.compile(
-    r"^ *<!-- runnable(?:: (?P<place>slow|cluster))? -->\n(?P<indent> *)```(?P<language>console|bash)\n"
+    r"^ *<!-- runnable(?:: (?P<place>slow|cluster|s3))? -->\n(?P<indent> *)```(?P<language>console|bash)\n"
     r"(?P<text>.*?)^(?P=indent)```$",
     re.DOTALL | re.MULTILINE,
 )
@@ -30,7 +31,7 @@ class Block:
     number: int
     script: str
     place: str
-    """slow, cluster, or empty for what takes seconds and needs nothing."""
+    """slow, cluster, s3, or empty for what takes seconds and needs nothing."""
 
     @property
     def name(self) -> str:
@@ -60,17 +61,18 @@ def all_marked(place: str = "") -> list[Block]:
     return [block for page in pages for block in marked(page) if block.place == place]
 
 
-def run_block(block: Block, where: Path, variables: Mapping[str, str]) -> str:
+def run_block(block: Block, where: Path, variables: Mapping[str, str], *, through: Sequence[str] = ()) -> str:
     """Run a block as a user does who stands in the repository; what it printed.
 
-    `variables` of the environment are added, such as the place where what outlives a run is kept.
+    `variables` of the environment are added, such as the place where what outlives a run is kept. `through`
+    is a command that runs what follows it.
     """
     for name in ("jobs", "charts"):
         (where / name).symlink_to(ROOT / name)
     environment = {**os.environ, **variables}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     done = subprocess.run(
-        ["bash", "-eo", "pipefail", "-c", block.script],
+        [*through, "bash", "-eo", "pipefail", "-c", block.script],
         cwd=where,
         env=environment,
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Quick commands of the documentation do what the page says; tests/site and tests/cluster run the others."""
+"""Quick commands of the documentation do what the page says; other suites run the others."""
 
 from __future__ import annotations
 
