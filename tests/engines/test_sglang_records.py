@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import shutil
+import subprocess
 from collections.abc import Callable
 
 import pytest
@@ -64,6 +66,23 @@ async def test_records_are_those_of_the_same_computation(rollout: Rollout) -> No
         assert "sglang:generation_tokens_total" in text
         rollout.release(done)
         await rollout.until_held(before)
+
+
+@pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="promtool is not installed (Debian: apt-get install prometheus)"
+)
+async def test_promtool_complains_of_nothing_on_the_page_but_of_names_of_sglang(rollout: Rollout) -> None:
+    async with rollout.client() as client:
+        await pushed(rollout, client)
+        text = await client.metrics()
+    of_sglang = [line for line in text.splitlines() if line.startswith("# TYPE sglang:")]
+    assert of_sglang
+    done = subprocess.run(
+        ["promtool", "check", "metrics"], input=text, capture_output=True, text=True, check=False
+    )
+    said = (done.stdout + done.stderr).splitlines()
+    assert said == [line for line in said if line.startswith("sglang:") and "should not contain ':'" in line]
+    assert len(said) == len(of_sglang)
 
 
 async def test_a_record_in_the_wrong_place_shows(rollout: Rollout) -> None:
