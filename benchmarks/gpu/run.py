@@ -140,6 +140,23 @@ def kernels_markdown(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def compiled_markdown(document: dict[str, Any]) -> str:
+    """What compiled.py found of BF16 values under the default order, as markdown."""
+    arches = document["kernels"]
+    targets = [next(iter(rows.values()))["target"] for rows in arches.values()]
+    lines = [
+        "| kernel |" + "".join(f" instructions a value, {t} | registers, {t} |" for t in targets),
+        "| --- |" + " --- |" * (2 * len(targets)),
+    ]
+    others = ("FourOverSix", "TorchAO", "ModelOpt", "CompressedTensors", "float16", "float32")
+    for name in next(iter(arches.values())):
+        if not name.endswith(others):
+            found = [rows[name] for rows in arches.values()]
+            cells = [f"{row['instructionsPerValue']} | {row['registers']}" for row in found]
+            lines.append(f"| {name.removesuffix(', Reciprocal')} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def steps_markdown(document: dict[str, Any]) -> str:
     """Steps with and without records, as markdown."""
     lines = [

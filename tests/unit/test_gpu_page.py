@@ -31,6 +31,7 @@ def test_its_tables_are_those_of_the_results(gpu):
     tables = [
         run.kernels_markdown(measured["kernels"]),
         run.steps_markdown(measured),
+        run.compiled_markdown(results("gpu-compiled.json")),
         *compare.table(results("gpu-h200-compare.json")).split("\n\n"),
     ]
     for table in tables:

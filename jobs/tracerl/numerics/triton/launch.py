@@ -42,6 +42,8 @@ NEAREST = Cut(256, 4, None)
 PARITIES = Cut(256, 4, 6)
 GUIDED = Cut(64, 2, 64)
 
+_UNFUSED = {"enable_fp_fusion": False}
+"""No product and sum become one instruction that rounds once."""
 _COLUMNS = 65_535
 """Programs along a row: CUDA starts no more along a grid's second axis."""
 _ELEMENTS = 2048
@@ -333,7 +335,7 @@ def pack_bits(values: Tensor, bits: int) -> Tensor:
         groups = -(-n // 8)
         with _on(values):
             kernels.pack_kernel[(-(-len(rows) * groups // (_ELEMENTS // 8)),)](
-                rows, rows.stride(0), len(rows), n, out, groups, BITS=bits, GROUPS=_ELEMENTS // 8
+                rows, rows.stride(0), len(rows), n, out, groups, BITS=bits, GROUPS=_ELEMENTS // 8, **_UNFUSED
             )
     return out
 
@@ -351,7 +353,7 @@ def unpack_bits(packed: Tensor, bits: int, n: int) -> Tensor:
         groups = -(-n // 8)
         with _on(packed):
             kernels.unpack_kernel[(-(-len(rows) * groups // (_ELEMENTS // 8)),)](
-                rows, rows.stride(0), len(rows), n, out, groups, BITS=bits, GROUPS=_ELEMENTS // 8
+                rows, rows.stride(0), len(rows), n, out, groups, BITS=bits, GROUPS=_ELEMENTS // 8, **_UNFUSED
             )
     return out
 
@@ -369,7 +371,7 @@ def rebuild_scales(own: Tensor, low_bits: Tensor, bits: int, site: str) -> Tenso
     if out.numel():
         with _on(own):
             kernels.rebuild_kernel[(-(-out.numel() // _ELEMENTS),)](
-                own, low_bits, out, out.numel(), BITS=bits, N=_ELEMENTS
+                own, low_bits, out, out.numel(), BITS=bits, N=_ELEMENTS, **_UNFUSED
             )
     return out
 
@@ -402,8 +404,8 @@ def _tile(x: Tensor, cut: Cut) -> _Tile | None:
     down, across = -(-r * together // cut.blocks), -(-n // together)
     if cut.programs is not None and x.is_cuda:
         down = min(down, -(-cut.programs * _multiprocessors(x.device) // across))
-    options: dict[str, int | bool] = {"num_warps": cut.warps, "enable_fp_fusion": False}
-    return _Tile(rows, r, n, (down, across), {"NB": together, "B": cut.blocks, **options})
+    options = {"NB": together, "B": cut.blocks, "num_warps": cut.warps, **_UNFUSED}
+    return _Tile(rows, r, n, (down, across), options)
 
 
 @cache
