@@ -363,6 +363,20 @@ def test_a_handle_that_claims_more_than_its_object_holds_spoils_no_other(place: 
     assert found == [FRAME, "damaged"] * 3
 
 
+def test_a_handle_that_claims_more_than_any_frame_has_asks_for_nothing(place: Place) -> None:
+    """Its reads would be so many that listing them takes all memory."""
+    sink, source = place.sink(), place.source()
+    handle = sink.put(FRAME, key())
+    settle(sink)
+    parts = parse_handle(handle)
+    forged = format_handle(parts.store, parts.name, 10**18, parts.xxh3)
+    assert fault(read, source, forged) == "missing"
+    assert source.present([forged]) == [False]
+    source.release([forged])
+    assert source.usage().frames == 1
+    assert read(source, handle) == FRAME
+
+
 def test_an_object_that_became_shorter_is_damaged(place: Place) -> None:
     sink, source = place.sink(), place.source()
     handle = sink.put(FRAME, key())

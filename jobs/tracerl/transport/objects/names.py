@@ -6,7 +6,7 @@ The handle of a frame names object and offset: ``rec://<store>/<writer>-<number>
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import Final, NamedTuple
 from urllib.parse import quote
 
 from tracerl.api.frames import Handle, HandleError, format_handle, parse_handle
@@ -15,6 +15,9 @@ from tracerl.transport.objects.format import OBJECT_SUFFIX
 
 _OBJECT = re.compile(r"([0-9a-f]{8})-([0-9]{1,15})")
 _FRAME = re.compile(rf"({_OBJECT.pattern})/([0-9]{{1,19}})")
+
+MAX_FRAME_BYTES: Final = 2**31
+"""No frame is longer."""
 
 
 class FrameName(NamedTuple):
@@ -61,8 +64,10 @@ class ObjectNames:
             parts = parse_handle(handle)
         except HandleError as error:
             raise TransportError("missing", str(error)) from None
-        # Handles come from another process: none may lead out of the run's directory.
+        # Handles come from another process: none may lead out of the run's directory, or be read without end.
         match = _FRAME.fullmatch(parts.name)
+        if parts.length > MAX_FRAME_BYTES:
+            raise TransportError("missing", f"{handle} is longer than any frame")
         if match is None or parts.store in {".", ".."}:
             raise TransportError("missing", f"{handle[:200]} does not name a frame of an object")
         _, writer, number, offset = match.groups()

@@ -21,7 +21,7 @@ from tracerl.transport.objects.format import (
     ObjectIndex,
     ReferenceChange,
 )
-from tracerl.transport.objects.names import FrameName, FramePlace, ObjectNames
+from tracerl.transport.objects.names import MAX_FRAME_BYTES, FrameName, FramePlace, ObjectNames
 
 _log = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ class ObjectSink:
     @property
     def max_frame_bytes(self) -> int:
         """A longer frame cannot be put."""
-        return self._memory_bytes // 2
+        return min(self._memory_bytes // 2, MAX_FRAME_BYTES)
 
     def put(self, frame: Buffer, key: FrameKey, *, timeout: float | None = None) -> Handle:
         """Copy a frame into the open object; waits for memory at most `timeout` seconds."""
