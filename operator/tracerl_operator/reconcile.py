@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from functools import cached_property
 
-from tracerl.api.constants import Reason
+from tracerl.api.constants import ConditionType, Reason
 from tracerl.api.errors import Fault
 from tracerl.api.job import API_VERSION, KIND, Colocation, Progress, Status, TraceRLJob
 from tracerl_operator import names
@@ -445,8 +445,13 @@ class _Reconciliation:
         )
 
     def _cause(self) -> str:
+        """Say why pods were restarted: by how they ended or, where others are by now, as was said then."""
         found = self._ends()
-        return _sentence(found[0]) if found else "its pods ended"
+        if found:
+            return _sentence(found[0])
+        ready = [one for one in self.before.conditions if one.type == ConditionType.READY]
+        seen = [f"; seen last: {one.message}" for one in ready if one.status == "False"]
+        return clean_text(f"its pods ended{''.join(seen)}")
 
     # -- restarts and readiness ---------------------------------------------------------------------------
 

@@ -467,6 +467,24 @@ def test_how_a_container_ended(container: str, reason: str, code: int, words: li
         assert word in c.message("Failed")
 
 
+def test_how_a_container_ended_is_told_when_others_are_in_its_pods_place() -> None:
+    """The JobSet may have made new pods by the time that its restart is seen."""
+    c = Cluster(job()).running()
+    c.run_pods(ready=False)
+    killed(c, "trainer", "Error", 137)
+    c.step()
+    assert "trainer of canary-node-0-0-abcde: was ended by SIGKILL" in c.message("Ready")
+    c.set_jobset(restarts=1, restartsCountTowardsMax=1)
+    c.run_pods(ready=False)
+    c.events.clear()
+    c.step()
+    [event] = [event for event in c.events if event.reason == "Restarted"]
+    assert event.message == (
+        "restart 1: its pods ended; seen last: 0 of 1 nodes are ready; "
+        "trainer of canary-node-0-0-abcde: was ended by SIGKILL"
+    )
+
+
 def test_a_refusal_of_what_is_there_by_now_is_forgotten() -> None:
     """Two operators may make the Secret at once; the one that came second is refused."""
     c = Cluster(job())
