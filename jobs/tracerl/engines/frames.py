@@ -29,6 +29,8 @@ _log = logging.getLogger(__name__)
 ZeroBlocks = npt.NDArray[np.int64]
 """int64 [m, 3]: (row, site index, block) of blocks whose scale is 0, sorted by row."""
 NO_ZERO_BLOCKS: ZeroBlocks = np.zeros((0, 3), np.int64)
+_PUTS = 4
+"""How often frames are put whose store goes, or drops them, before all their owners have references."""
 _CLOSE_SECONDS = 0.5
 """How long a writer that is closed may go on with what it waits for."""
 
@@ -290,7 +292,7 @@ class FrameWriter:
     ) -> Sequence[Handle | TransportError]:
         """Put frames with a reference for each of their owners, all again when their store was restarted."""
         deadline = Deadline(patience)
-        while True:
+        for left in reversed(range(_PUTS)):
             try:
                 handles = sink.put_many(frames, timeout=deadline.remaining())
             except TransportError as error:
@@ -302,14 +304,15 @@ class FrameWriter:
             try:
                 if more:
                     sink.retain(more)
+                break
             except TransportError as error:
-                if error.fault == "missing" and not deadline.passed():
+                if error.fault == "missing" and left and not deadline.passed():
                     _release(sink, [handle for _, handle in stored])
                     continue
                 # Without their references, frames would go while some of their owners still need them.
                 _release(sink, set(more))
                 return [error if len(one.owners) > 1 else h for one, h in zip(rows, handles, strict=True)]
-            return handles
+        return handles
 
     def _drop(self, fault: str, message: str) -> None:
         self.dropped[fault] += 1

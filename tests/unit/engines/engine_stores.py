@@ -90,6 +90,14 @@ class RingStore(RecordStore):
     def _finish(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(WAIT_SECONDS)
 
+    def start_run(self, run_id: str) -> None:
+        """Make another run the store's: it keeps no frames but those."""
+
+        async def start() -> None:
+            self.server.start_run(run_id)
+
+        self._finish(start())
+
     def restart_server(self) -> None:
         """Start the store again: what it held is gone."""
         self._finish(self.server.close())

@@ -399,6 +399,23 @@ def test_frames_are_put_again_when_their_store_goes_before_all_owners_have_refer
     store.close()
 
 
+def test_frames_that_their_store_drops_at_once_are_not_put_for_ever(tmp_path):
+    """As it does with those of a run that is not its own any more."""
+    table = site_table(SHAPE, spec_of())
+    store = RingStore(tmp_path / "store")
+    writer = writer_to(store)
+    store.start_run("another")
+    owners = [TrajectoryFrames(name) for name in "ab"]
+    rows = rows_of(table, 4)
+    shared = FrameRows(owners, table, start=0, version=0, rows=rows, zero_blocks=NO_ZERO_BLOCKS, prefix="i/7")
+    writer.put([shared])
+    drain(writer)
+    assert writer.dropped == {"missing": 1}
+    assert [owner.entries for owner in owners] == [[], []]
+    writer.close()
+    store.close()
+
+
 def test_frames_are_cut_until_they_fit_into_a_segment(tmp_path):
     """Segments have 64 KiB here; rows have some KiB, and the list of zero blocks is 120 KB long."""
     wide = SHAPE.model_copy(update={"hidden": 2**14})
