@@ -59,7 +59,7 @@ class Compiler(NamedTuple):
 
 def calls() -> Iterator[tuple[str, Callable[[], object]]]:
     """Give a call of each variant of the kernels that a job has, with its name."""
-    one = TensorScale.one()
+    scale = TensorScale.one()
     by_row = TensorScale(torch.ones(ROWS, 1), "amax")
     x = {dtype: torch.ones(ROWS, K, dtype=dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)}
     bf16 = x[torch.bfloat16]
@@ -69,7 +69,7 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
     def record(bits: int, scale_bits: int, *, values: bool) -> Callable[[], object]:
         return partial(
             launch.quantize_into_rows, bf16, rows, 0, code_bits=bits, scale_bits=scale_bits,
-            zero_bits=torch.empty(ROWS, K // 128, dtype=torch.uint8), tensor_scale=one,
+            zero_bits=torch.empty(ROWS, K // 128, dtype=torch.uint8), tensor_scale=scale,
             order=Order.RECIPROCAL, site="", values=torch.empty_like(bf16) if values else None,
         )  # fmt: skip
 
@@ -77,15 +77,15 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
         return replace(Guide.of(codes, bits, scale_bits), present=torch.ones(ROWS, dtype=torch.bool))
 
     for order in Order:
-        yield f"quantize, {order.value}", partial(launch.quantize, bf16, one, order, "")
-        yield f"fake quantize, {order.value}", partial(launch.fake_quantize, bf16, one, order, "")
+        yield f"quantize, {order.value}", partial(launch.quantize, bf16, scale, order, "")
+        yield f"fake quantize, {order.value}", partial(launch.fake_quantize, bf16, scale, order, "")
         yield (
             f"guided by 1/3 bits, {order.value}",
             partial(launch.guided_fake_quantize, bf16, guide(1, 3), order, None, ""),
         )
     for dtype in (torch.float16, torch.float32):
         name = str(dtype).removeprefix("torch.")
-        yield f"fake quantize, {name}", partial(launch.fake_quantize, x[dtype], one, Order.RECIPROCAL, "")
+        yield f"fake quantize, {name}", partial(launch.fake_quantize, x[dtype], scale, Order.RECIPROCAL, "")
         yield (
             f"guided by 1/3 bits, {name}",
             partial(launch.guided_fake_quantize, x[dtype], guide(1, 3), Order.RECIPROCAL, None, ""),

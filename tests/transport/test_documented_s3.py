@@ -12,6 +12,7 @@ NETWORK = ["unshare", "--net", "--map-root-user", "sh", "-ec", 'ip link set lo u
 """Runs what follows where all ports are free."""
 
 
+@pytest.mark.timeout(900)  # the first job of a machine warms up
 def test_the_server_and_the_job_of_the_page_on_object_stores(tmp_path: Path) -> None:
     if subprocess.run([*NETWORK, "true"], capture_output=True, check=False).returncode:
         pytest.skip("this user may not make a network of its own, or iproute2 is missing")
