@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -25,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from kernels import executed
+from kernels import executed, inspect
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
@@ -36,7 +35,6 @@ from tracerl.numerics.triton import launch
 ROWS, K = 16, 2048
 """K: the hidden width of Qwen3-30B-A3B, as kernels are compiled anew for other widths."""
 ARCHITECTURES = {90: "Hopper: H100, H200", 100: "Blackwell: B200, GB200"}
-TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
 class Compiler(NamedTuple):
@@ -144,11 +142,8 @@ def values_of(kernel: Any) -> float:
 
 def read(kernel: Any) -> dict[str, Any]:
     """Count what the machine code of a compiled kernel uses, and name what in it is not IEEE arithmetic."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        usage = tool("cuobjdump", "--dump-resource-usage", file.name)
-        listing = tool("nvdisasm", "-c", file.name)
+    usage = inspect(kernel.asm["cubin"], "cuobjdump", "--dump-resource-usage")
+    listing = inspect(kernel.asm["cubin"], "nvdisasm", "-c")
     ptx, values = kernel.asm["ptx"], values_of(kernel)
     fused = re.findall(r"\bfma\.rn\.f32(x2)?", ptx)
     return {
@@ -157,7 +152,7 @@ def read(kernel: Any) -> dict[str, Any]:
         "registers": int(one(r"REG:(\d+)", usage)),
         "spillBytes": int(one(r"STACK:(\d+)", usage)) + int(one(r"LOCAL:(\d+)", usage)),
         "spills": len(re.findall(r"\b(?:LDL|STL)\b", listing)),
-        "instructionsPerValue": round(executed(kernel.asm["cubin"]) / values, 2),
+        "instructionsPerValue": round(executed(listing) / values, 2),
         "fusedPerValue": sum(2 if pair else 1 for pair in fused) / values,
         "inexact": sorted(set(re.findall(r"\b\w+\.[\w.]*\b(?:approx|ftz|full)\b[\w.]*", ptx))),
     }
@@ -168,12 +163,6 @@ def one(pattern: str, text: str) -> str:
     found = re.search(pattern, text)
     assert found is not None, pattern
     return found[1]
-
-
-def tool(*command: str) -> str:
-    """Run one of the tools that come with Triton; gives what it prints."""
-    path, *rest = command
-    return subprocess.run([TOOLS / path, *rest], capture_output=True, text=True, check=True).stdout
 
 
 def main() -> None:

@@ -255,8 +255,9 @@ def instructions() -> dict[str, dict[str, float]]:
         with compiled(kernel) as caught:
             function(case)
         code = caught[-1]
+        listing = inspect(code.asm["cubin"], "nvdisasm", "-c")
         found[name] = {
-            "perValue": round(executed(code.asm["cubin"]) / (cut.blocks * 16 / (32 * cut.warps)), 2),
+            "perValue": round(executed(listing) / (cut.blocks * 16 / (32 * cut.warps)), 2),
             "registers": code.n_regs,
             "spills": code.n_spills,
         }
@@ -283,18 +284,22 @@ class compiled:  # noqa: N801
         self._kernel.run = self._run
 
 
-def executed(cubin: bytes) -> int:
-    """Count instructions of a tile: of the loop, or up to the last exit.
-
-    Behind that are the slow paths of divisions, and padding.
-    """
+def inspect(cubin: bytes, tool: str, *options: str) -> str:
+    """Give what one of the tools that come with Triton says of a kernel's machine code."""
     import triton
 
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    path = Path(triton.__file__).parent / "backends/nvidia/bin" / tool
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        listing = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
+        return subprocess.run([path, *options, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def executed(listing: str) -> int:
+    """Count instructions of a tile, as nvdisasm lists them: of the loop, or up to the last exit.
+
+    Behind that are the slow paths of divisions, and padding.
+    """
     labels: dict[str, int] = {}
     count = exits = loop = 0
     for line in listing.splitlines():

@@ -291,8 +291,8 @@ class FrameWriter:
         patience: float,
     ) -> Sequence[Handle | TransportError]:
         """Put frames with a reference for each of their owners, all again when their store was restarted."""
-        deadline = Deadline(patience)
-        for left in reversed(range(_PUTS)):
+        deadline, puts = Deadline(patience), 0
+        while True:
             try:
                 handles = sink.put_many(frames, timeout=deadline.remaining())
             except TransportError as error:
@@ -301,18 +301,18 @@ class FrameWriter:
                 (one, h) for one, h in zip(rows, handles, strict=True) if not isinstance(h, TransportError)
             ]
             more = [handle for one, handle in stored for _ in one.owners[1:]]
+            if not more:
+                return handles
+            puts += 1
             try:
-                if more:
-                    sink.retain(more)
-                break
+                sink.retain(more)
+                return handles
             except TransportError as error:
-                if error.fault == "missing" and left and not deadline.passed():
-                    _release(sink, [handle for _, handle in stored])
-                    continue
                 # Without their references, frames would go while some of their owners still need them.
-                _release(sink, set(more))
-                return [error if len(one.owners) > 1 else h for one, h in zip(rows, handles, strict=True)]
-        return handles
+                if error.fault != "missing" or puts == _PUTS or deadline.passed():
+                    _release(sink, set(more))
+                    return [error if len(one.owners) > 1 else h for one, h in zip(rows, handles, strict=True)]
+                _release(sink, [handle for _, handle in stored])
 
     def _drop(self, fault: str, message: str) -> None:
         self.dropped[fault] += 1

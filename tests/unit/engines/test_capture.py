@@ -314,6 +314,11 @@ def rows_of(table, count, *, seed=0):
     return np.random.default_rng(seed).integers(0, 256, (count, table.row_bytes), dtype=np.uint8)
 
 
+def shared_frame(owners, table, rows):
+    """Rows of a cached prompt that trajectories share."""
+    return FrameRows(owners, table, start=0, version=0, rows=rows, zero_blocks=NO_ZERO_BLOCKS, prefix="i/7")
+
+
 def test_frames_arrive_in_order_and_are_released(store):
     table = site_table(SHAPE, spec_of())
     writer = writer_to(store, limit_bytes=1)
@@ -346,7 +351,7 @@ def test_a_shared_frame_has_a_reference_for_each_owner(store):
     writer = writer_to(store)
     owners = [TrajectoryFrames(name) for name in "abc"]
     rows = rows_of(table, 4)
-    shared = FrameRows(owners, table, start=0, version=0, rows=rows, zero_blocks=NO_ZERO_BLOCKS, prefix="i/7")
+    shared = shared_frame(owners, table, rows)
     own = FrameRows([owners[1]], table, start=4, version=0, rows=rows, zero_blocks=NO_ZERO_BLOCKS)
     writer.put([shared, own])
     drain(writer)
@@ -379,7 +384,7 @@ def test_frames_are_put_again_when_their_store_goes_before_all_owners_have_refer
     writer = writer_to(store)
     owners = [TrajectoryFrames(name) for name in "ab"]
     rows = rows_of(table, 4)
-    shared = FrameRows(owners, table, start=0, version=0, rows=rows, zero_blocks=NO_ZERO_BLOCKS, prefix="i/7")
+    shared = shared_frame(owners, table, rows)
     own = FrameRows([owners[0]], table, start=4, version=0, rows=rows, zero_blocks=NO_ZERO_BLOCKS)
     writer.put([shared, own])
     drain(writer)
@@ -407,7 +412,7 @@ def test_frames_that_their_store_drops_at_once_are_not_put_for_ever(tmp_path):
     store.start_run("another")
     owners = [TrajectoryFrames(name) for name in "ab"]
     rows = rows_of(table, 4)
-    shared = FrameRows(owners, table, start=0, version=0, rows=rows, zero_blocks=NO_ZERO_BLOCKS, prefix="i/7")
+    shared = shared_frame(owners, table, rows)
     writer.put([shared])
     drain(writer)
     assert writer.dropped == {"missing": 1}
